@@ -1,0 +1,79 @@
+"""What a model sees of a cache: it hands over the rows of its tokens and gets attention back.
+
+A model knows nothing of pages, registries or policies. Its layers call one method of the *KV view* passed in, so the
+same forward serves whole-sequence evaluation and training (``DenseView``), cached prefill and decode (the paged view of
+``irminsul``).
+
+Keys are handed over before rotation: where a key is stored, and for which position, is the cache's business. Queries
+arrive rotated to their position. YaRN's attention amplitude, where a model has one, is already multiplied into both.
+"""
+
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.rotary import RotaryTable, rotate
+
+
+class KVView(Protocol):
+    """Attention over whatever the view can see, the block's own rows included. Views are pytrees."""
+
+    def attend_latent(
+        self,
+        layer: Int[Array, ""],
+        q_nope: Float[Array, "M H K"],
+        q_rope: Float[Array, "M H R"],
+        c_kv: Float[Array, "M C"],
+        k_rope: Float[Array, "M R"],
+        w_uk: Float[Array, "H K C"],
+        w_uv: Float[Array, "H C V"],
+        rotary: RotaryTable,
+        scale: float,
+    ) -> tuple[Float[Array, "M H V"], Self]:
+        """MLA: stores ``(c_kv, k_rope)`` of the block at ``layer`` and attends, absorbed or expanded."""
+        ...
+
+    def attend_grouped(
+        self,
+        layer: Int[Array, ""],
+        query: Float[Array, "M H D"],
+        key: Float[Array, "M J D"],
+        value: Float[Array, "M J D"],
+        rotary: RotaryTable,
+        scale: float,
+    ) -> tuple[Float[Array, "M H D"], Self]:
+        """GQA/MHA with ``J`` key heads: stores keys and values of the block at ``layer`` and attends."""
+        ...
+
+
+@struct.dataclass
+class DenseView:
+    """No cache: causal attention among the tokens of one sequence. Stateless, exact, differentiable."""
+
+    positions: Int[Array, " M"]
+
+    def attend_latent(self, layer, q_nope, q_rope, c_kv, k_rope, w_uk, w_uv, rotary, scale):
+        """Expanded attention: keys and values are projected up once, as in training."""
+        key_nope = jnp.einsum("NC,HKC->NHK", c_kv, w_uk)
+        key_rope = rotate(k_rope, self.positions, rotary)
+        key_rope = jnp.broadcast_to(key_rope[:, None], (*key_nope.shape[:2], key_rope.shape[-1]))
+        value = jnp.einsum("NC,HCV->NHV", c_kv, w_uv)
+        query = jnp.concatenate([q_nope, q_rope], axis=-1)
+        return self._attend(query, jnp.concatenate([key_nope, key_rope], axis=-1), value, scale), self
+
+    def attend_grouped(self, layer, query, key, value, rotary, scale):
+        """Grouped-query attention over rotated keys."""
+        return self._attend(query, rotate(key, self.positions, rotary), value, scale), self
+
+    def _attend(self, query, key, value, scale):
+        tokens, heads, _ = query.shape
+        groups = key.shape[1]
+        query = query.reshape(tokens, groups, heads // groups, -1)
+        scores = jnp.einsum("MJQD,NJD->JQMN", query, key, preferred_element_type=jnp.float32) * scale
+        visible = self.positions[:, None] >= self.positions[None, :]
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("JQMN,NJV->MJQV", weights.astype(value.dtype), value)
+        return out.reshape(tokens, heads, -1)
