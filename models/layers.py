@@ -1,0 +1,68 @@
+"""The layers every family shares.
+
+Weights are ``[in, out]``; norms and softmax run in float32, the rest in the model's dtype.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def embedding(tokens: Int[Array, "*batch"], table: Float[Array, "V D"]) -> Float[Array, "*batch D"]:
+    """Rows of ``table``. Token ids are checked on the host: out of range they would clamp in silence."""
+    return table[tokens]
+
+
+def linear(x: Float[Array, "*batch I"], weight: Float[Array, "I O"]) -> Float[Array, "*batch O"]:
+    """``x W``; products accumulate in float32 on the matrix units."""
+    return jnp.einsum("...I,IO->...O", x, weight)
+
+
+def rms_norm(x: Float[Array, "*batch D"], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "*batch D"]:
+    """Root-mean-square norm in float32, rounded before the weight is applied, as the reference does."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return wide.astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
+
+
+def swiglu(
+    x: Float[Array, "*batch D"], gate: Float[Array, "D F"], up: Float[Array, "D F"], down: Float[Array, "F D"]
+) -> Float[Array, "*batch D"]:
+    """``(silu(x W_gate) * x W_up) W_down`` (arXiv 2002.05202)."""
+    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def unembed(hidden: Float[Array, "*batch D"], table: Float[Array, "V D"]) -> Float[Array, "*batch V"]:
+    """Float32 logits from the final hidden states and a head laid out like an embedding."""
+    return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
+
+
+Layer = Callable[[Any, Int[Array, ""], Float[Array, "M D"], Any], tuple[Float[Array, "M D"], Any]]
+
+
+def scan_layers(
+    layer: Layer, stacked: Any, first: int, hidden: Float[Array, "M D"], kv: Any, *, collect: bool = False
+) -> tuple[Float[Array, "M D"], Any, Float[Array, "L M D"] | None]:
+    """Runs ``layer(params, index, hidden, kv)`` over params stacked on their leading axis.
+
+    Args:
+      layer: one layer, mapping ``(hidden, kv)`` to the same.
+      stacked: pytree of ``[L, ...]`` arrays.
+      first: absolute index of the first layer of the stack, which is what the KV view counts by.
+      collect: also return the output of every layer.
+
+    Returns:
+      The hidden states, the KV view, and the outputs of all layers or None.
+    """
+    depth = jax.tree.leaves(stacked)[0].shape[0]
+
+    def step(carry, xs):
+        carry = layer(*xs, *carry)
+        return carry, carry[0] if collect else None
+
+    indices = jnp.arange(first, first + depth, dtype=jnp.int32)
+    (hidden, kv), outputs = jax.lax.scan(step, (hidden, kv), (stacked, indices))
+    return hidden, kv, outputs

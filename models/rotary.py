@@ -1,0 +1,159 @@
+"""From the rotary fields of a Hugging Face config to frequencies, amplitude and tables.
+
+The formulas are those of ``transformers/modeling_rope_utils.py``; YaRN is arXiv 2309.00071. Frequencies are built in
+float64. The attention amplitude of YaRN is multiplied into rotary queries and keys by the model: it is no part of the
+rotation, since a stored key already carries it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.rotary import RotaryTable, rotary_table
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+# Rotary types whose frequencies depend on the length of the prompt, so a stored key has no one angle to be moved from.
+LENGTH_DEPENDENT = ("dynamic", "longrope", "su")
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """The rotary fields of a config, as ``rope_parameters`` (or ``rope_scaling`` and ``rope_theta``) spell them."""
+
+    rope_theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self):
+        if self.rope_type in LENGTH_DEPENDENT:
+            raise ValueError(
+                f"rope_type={self.rope_type!r} changes its frequencies with the length of the prompt, so cached keys "
+                f"cannot be moved; use a model with one of {SUPPORTED}"
+            )
+        if self.rope_type not in SUPPORTED:
+            raise ValueError(f"rope_type={self.rope_type!r} is not supported; use a model with one of {SUPPORTED}")
+        if not self.rope_theta > 0 or not self.factor > 0:
+            raise ValueError(
+                f"rope_theta={self.rope_theta} and factor={self.factor} must be positive; correct the config"
+            )
+        if self.rope_type in ("yarn", "llama3") and not self.original_max_position_embeddings:
+            raise ValueError(
+                f"rope_type={self.rope_type!r} needs original_max_position_embeddings, which is "
+                f"{self.original_max_position_embeddings}; add it to rope_scaling"
+            )
+
+
+def rope_parameters(config: Mapping[str, Any]) -> RopeParameters:
+    """Reads either spelling: ``rope_parameters``, or ``rope_scaling`` with ``rope_theta`` beside it.
+
+    Raises:
+      ValueError: for a rotary type that is unknown, or depends on the length of the prompt.
+    """
+    scaling = dict(config.get("rope_scaling") or {})
+    scaling |= dict(config.get("rope_parameters") or {})
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    if scaling.get("partial_rotary_factor") not in (None, 1.0):
+        raise ValueError(
+            f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported; use a model that rotates "
+            "its whole rotary width"
+        )
+    known = {field.name for field in fields(RopeParameters)} - {"rope_type"}
+    values = {name: value for name, value in scaling.items() if name in known and value is not None}
+    if "rope_theta" not in values and config.get("rope_theta") is not None:
+        values["rope_theta"] = config["rope_theta"]
+    if rope_type in ("yarn", "llama3"):
+        trained = values.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+        if "factor" not in values and trained and config.get("max_position_embeddings"):
+            values["factor"] = config["max_position_embeddings"] / trained
+    return RopeParameters(rope_type=rope_type, **values)
+
+
+def frequencies(rope: RopeParameters, width: int) -> np.ndarray:
+    """Radians per position, float64 ``[width / 2]``, fastest first."""
+    plain = rope.rope_theta ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3_frequencies(rope, plain)
+    if rope.rope_type == "yarn":
+        kept = 1.0 - _yarn_ramp(rope, width)
+        return plain / rope.factor * (1.0 - kept) + plain * kept
+    return plain
+
+
+def _yarn_ramp(rope: RopeParameters, width: int) -> np.ndarray:
+    """0 where a frequency turns often enough to be kept, 1 where it is interpolated (arXiv 2309.00071, section 3.2)."""
+
+    def dimension_turning(turns: float) -> float:
+        trained = rope.original_max_position_embeddings
+        assert trained is not None
+        return width * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    if low == high:
+        high += 0.001
+    return np.clip((np.arange(width // 2, dtype=np.float64) - low) / (high - low), 0.0, 1.0)
+
+
+def _llama3_frequencies(rope: RopeParameters, plain: np.ndarray) -> np.ndarray:
+    """Slow frequencies divided by ``factor``, fast ones kept, a linear blend between (Llama 3.1)."""
+    trained = rope.original_max_position_embeddings
+    assert trained is not None
+    turns = trained * plain / (2 * math.pi)
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return plain / rope.factor * (1.0 - blend) + plain * blend
+
+
+def _mscale(factor: float, mscale: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def attention_amplitude(rope: RopeParameters) -> float:
+    """What the model multiplies into rotary queries and keys; 1 unless the type is YaRN."""
+    if rope.rope_type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor)
+
+
+def softmax_scale_factor(rope: RopeParameters) -> float:
+    """DeepSeek's ``mscale ** 2``, multiplied into the softmax scale where ``mscale_all_dim`` is set; 1 elsewhere."""
+    if rope.rope_type == "default" or not rope.mscale_all_dim:
+        return 1.0
+    return _mscale(rope.factor, rope.mscale_all_dim) ** 2
+
+
+def table(rope: RopeParameters, width: int, *, interleaved: bool, max_position: int) -> RotaryTable:
+    """The rotation of positions, and of distances between them, below ``max_position``."""
+    return rotary_table(frequencies(rope, width), interleaved=interleaved, max_delta=max_position)
+
+
+def layer_table(rotary: RotaryTable, layer) -> RotaryTable:
+    """The table of one layer: itself, or a slice where the model's layers have frequencies of their own."""
+    if rotary.fine_cos.ndim == 2:
+        return rotary
+    return rotary.replace(
+        coarse_cos=rotary.coarse_cos[layer],
+        coarse_sin=rotary.coarse_sin[layer],
+        fine_cos=rotary.fine_cos[layer],
+        fine_sin=rotary.fine_sin[layer],
+    )
