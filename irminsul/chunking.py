@@ -1,0 +1,259 @@
+"""Where a token sequence is cut, decided by the tokens alone.
+
+A Gear hash (Xia et al., FastCDC, USENIX ATC 2016) runs over token ids, ``h = (h << 1) + g(token)`` in 64 bits, so exactly
+the last 64 tokens count and an insertion far to the left moves cuts without changing them. It is never reset. Three things
+are read from it, all from the *top* bits, because bit ``b`` sees only the last ``b + 1`` tokens:
+
+- chunks, the units of lookup: a cut after a token whose hash falls below a threshold, with length clamps;
+- segments, the units of page layout: those chunk ends whose hash also falls below a rarer threshold;
+- anchors, the places where a lookup may start: positions sampled by the hash of the 32 tokens that end there.
+
+``g`` mixes token id and seed (splitmix64, Steele et al., OOPSLA 2014), so no table depends on the vocabulary.
+``irminsul.device_chunking`` makes the same cuts inside ``jax.jit``.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int64, Integer, UInt64
+
+GEAR_WINDOW = 64
+"""Tokens the rolling hash sees: one per bit."""
+
+SPLITMIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+SPLITMIX_LAST_SHIFT = 31
+
+_BLOCK = 16384
+"""Tokens hashed at a time: two buffers of 128 KiB stay in a core's second-level cache."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkingConfig:
+    """Sizes in tokens; two caches share entries only under equal configs.
+
+    Attributes:
+      min_tokens, max_tokens: bounds of a chunk. Only a forced cut or the end of the prompt makes a shorter one.
+      mean_tokens: mean chunk length on random tokens, both clamps included.
+      segment_mean: mean length of a segment.
+      anchor_window: tokens an anchor names, a power of two up to 64.
+      anchor_every: one position in so many is an anchor.
+      seed: of the token mixing function.
+    """
+
+    min_tokens: int = 32
+    mean_tokens: int = 128
+    max_tokens: int = 512
+    segment_mean: int = 1024
+    anchor_window: int = 32
+    anchor_every: int = 32
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 1 <= self.min_tokens < self.mean_tokens < self.max_tokens:
+            raise ValueError(
+                f"min_tokens, mean_tokens, max_tokens = {self.min_tokens}, {self.mean_tokens}, {self.max_tokens}: "
+                "they must satisfy 1 <= min_tokens < mean_tokens < max_tokens"
+            )
+        if self.segment_mean < self.mean_tokens:
+            raise ValueError(
+                f"segment_mean = {self.segment_mean}: a segment consists of whole chunks, "
+                f"so give at least mean_tokens = {self.mean_tokens}"
+            )
+        if self.anchor_window not in (1, 2, 4, 8, 16, 32, 64):
+            raise ValueError(f"anchor_window = {self.anchor_window}: give a power of two from 1 to 64")
+        if not 1 <= self.anchor_every <= 2**20:
+            raise ValueError(f"anchor_every = {self.anchor_every}: give a number from 1 to 2**20")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed = {self.seed}: give a number from 0 to 2**64 - 1")
+
+    @functools.cached_property
+    def cut_threshold(self) -> int:
+        """A chunk may end where the top 32 bits of the hash are below this: 1 position in 97.7 by default."""
+        trials = self.max_tokens - self.min_tokens + 1
+
+        def mean(threshold: int) -> float:  # (min - 1) + E[trials until a success, the last one certain]
+            probability = threshold / 2**32
+            return self.min_tokens - 1 - math.expm1(trials * math.log1p(-probability)) / probability
+
+        low, high = 1, 2**32 - 1  # mean(low) > mean_tokens >= mean(high): the mean falls as the threshold rises
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if mean(middle) > self.mean_tokens else (low, middle)
+        return high
+
+    @functools.cached_property
+    def segment_threshold(self) -> int:
+        """A chunk end ends a segment where the top 32 bits of the hash are below this."""
+        trials = self.max_tokens - self.min_tokens + 1
+        by_hash = -math.expm1(trials * math.log1p(-self.cut_threshold / 2**32))  # chunks that the max clamp did not end
+        return min(self.cut_threshold, round(self.cut_threshold * self.mean_tokens / self.segment_mean / by_hash))
+
+    @property
+    def anchor_threshold(self) -> int:
+        """A position is an anchor where the top 32 bits of the hash over `anchor_window` tokens are below this."""
+        return 2**32 // self.anchor_every
+
+    @property
+    def gear_offset(self) -> int:
+        """Added to a token id before mixing; mixed itself, so that neighbouring seeds share nothing."""
+        return _splitmix64(self.seed)
+
+
+def _splitmix64(value: int) -> int:
+    """One output of splitmix64 for a state of `value`, in Python integers."""
+    value = (value + 0x9E3779B97F4A7C15) % 2**64
+    for shift, factor in SPLITMIX_STEPS:
+        value = (value ^ (value >> shift)) * factor % 2**64
+    return value ^ (value >> SPLITMIX_LAST_SHIFT)
+
+
+class Boundaries(NamedTuple):
+    """Exclusive ends, ascending. `chunk_ends` and `segment_ends` end with the number of tokens; `anchor_ends` need not."""
+
+    chunk_ends: Int64[np.ndarray, " K"]
+    segment_ends: Int64[np.ndarray, " S"]
+    anchor_ends: Int64[np.ndarray, " A"]
+
+
+def boundaries(
+    tokens: Integer[np.ndarray, " T"],
+    config: ChunkingConfig,
+    forced: Integer[np.ndarray, " F"] | None = None,
+) -> Boundaries:
+    """Chunk, segment and anchor ends of `tokens` in one pass over them; `forced` as in `chunk_ends`."""
+    anchor_hashes, hashes = rolling_hashes(tokens, config, windows=(config.anchor_window, GEAR_WINDOW))
+    ends = chunk_ends(hashes, config, forced)
+    return Boundaries(ends, segment_ends(hashes, ends, config), anchor_ends(anchor_hashes, config))
+
+
+def gear(tokens: Integer[np.ndarray, " T"], config: ChunkingConfig) -> UInt64[np.ndarray, " T"]:
+    """The 64 random bits that stand for each token id (taken modulo 2**32) in the rolling hash."""
+    mixed = np.empty(tokens.shape, np.uint64)
+    _gear(np.ascontiguousarray(tokens, np.int32).view(np.uint32), config.gear_offset, mixed, np.empty_like(mixed))
+    return mixed
+
+
+def _gear(tokens: np.ndarray, offset: int, out: np.ndarray, scratch: np.ndarray) -> None:
+    np.copyto(out, tokens)
+    np.add(out, np.uint64(offset), out=out)
+    for shift, factor in SPLITMIX_STEPS:
+        np.right_shift(out, np.uint64(shift), out=scratch)
+        np.bitwise_xor(out, scratch, out=out)
+        np.multiply(out, np.uint64(factor), out=out)
+    np.right_shift(out, np.uint64(SPLITMIX_LAST_SHIFT), out=scratch)
+    np.bitwise_xor(out, scratch, out=out)
+
+
+def rolling_hashes(
+    tokens: Integer[np.ndarray, " T"], config: ChunkingConfig, windows: tuple[int, ...] = (GEAR_WINDOW,)
+) -> tuple[UInt64[np.ndarray, " T"], ...]:
+    """For each window size `w`: ``sum_{j < w} g(tokens[i - j]) << j`` modulo 2**64, for every position `i`.
+
+    Tokens before the first count as zero. For ``w = 64`` this is the recurrence ``h = (h << 1) + g``. Computed by
+    doubling, ``h_2k[i] = h_k[i] + (h_k[i - k] << k)``, over blocks that stay in cache.
+
+    Args:
+      windows: ascending powers of two up to 64; one pass serves all of them.
+    """
+    ids = np.ascontiguousarray(tokens, np.int32).view(np.uint32)
+    results = {window: np.empty(ids.size, np.uint64) for window in windows}
+    values, scratch = np.zeros((2, GEAR_WINDOW + min(_BLOCK, ids.size)), np.uint64)
+    for begin in range(0, ids.size, _BLOCK):
+        end = min(begin + _BLOCK, ids.size)
+        past = min(begin, GEAR_WINDOW)  # the block starts behind that many tokens, or behind zeros
+        used = GEAR_WINDOW + end - begin
+        mixed = slice(GEAR_WINDOW - past, used)
+        _gear(ids[begin - past : end], config.gear_offset, values[mixed], scratch[mixed])
+        window = 1
+        while True:
+            if window in results:
+                results[window][begin:end] = values[GEAR_WINDOW:used]
+            if window == max(windows):
+                break
+            np.left_shift(values[: used - window], np.uint64(window), out=scratch[window:used])
+            np.add(values[window:used], scratch[window:used], out=values[window:used])
+            window *= 2
+    return tuple(results[window] for window in windows)
+
+
+def _below(hashes: np.ndarray, threshold: int, window: int) -> np.ndarray:
+    """Exclusive ends where `window` tokens were seen and the top 32 bits are below `threshold`."""
+    if threshold == 2**32:
+        return np.arange(window, hashes.size + 1)
+    return np.flatnonzero(hashes[window - 1 :] < np.uint64(threshold << 32)) + window
+
+
+def chunk_ends(
+    hashes: UInt64[np.ndarray, " T"],
+    config: ChunkingConfig,
+    forced: Integer[np.ndarray, " F"] | None = None,
+) -> Int64[np.ndarray, " K"]:
+    """Exclusive ends of the chunks, the last one being T.
+
+    A chunk ends after the first token at which it has at least `min_tokens` and the hash is below the threshold with 64
+    tokens seen; else at `max_tokens`. The hash is not reset at a cut.
+
+    Args:
+      hashes: over 64 tokens.
+      forced: ascending exclusive ends where a chunk ends whatever the clamps say, such as those of `markers.marker_ends`.
+
+    Raises:
+      ValueError: a forced end outside 1..T.
+    """
+    total = hashes.size
+    if total == 0:
+        return np.empty(0, np.int64)
+    natural = _below(hashes, config.cut_threshold, GEAR_WINDOW)
+    certain = np.array([total]) if forced is None else np.append(forced, total)
+    if certain.min() < 1 or certain.max() > total:
+        raise ValueError(f"forced = {certain[:-1].tolist()}: cuts must lie within 1..{total}, the number of tokens")
+    places = np.concatenate([natural, certain])
+    least = np.concatenate([np.full(natural.size, config.min_tokens), np.ones(certain.size, np.int64)])
+    order = np.argsort(places, kind="stable")
+    ends, start = [], 0
+    for place, minimum in zip(places[order].tolist(), least[order].tolist(), strict=True):
+        while place - start > config.max_tokens:
+            start += config.max_tokens
+            ends.append(start)
+        if place - start >= minimum:
+            start = place
+            ends.append(start)
+    return np.array(ends, np.int64)
+
+
+def segment_ends(
+    hashes: UInt64[np.ndarray, " T"], ends: Int64[np.ndarray, " K"], config: ChunkingConfig
+) -> Int64[np.ndarray, " S"]:
+    """The chunk ends that also end a segment, the last one being T; they depend on content alone.
+
+    Args:
+      hashes: over 64 tokens.
+      ends: what `chunk_ends` gave for them.
+    """
+    rare = (hashes[ends - 1] < np.uint64(config.segment_threshold << 32)) & (ends >= GEAR_WINDOW)
+    return ends[rare | (ends == hashes.size)]
+
+
+def anchor_ends(hashes: UInt64[np.ndarray, " T"], config: ChunkingConfig) -> Int64[np.ndarray, " A"]:
+    """Exclusive ends `e` of the anchors, each naming the tokens ``[e - anchor_window, e)``.
+
+    Args:
+      hashes: over `config.anchor_window` tokens.
+    """
+    return _below(hashes, config.anchor_threshold, config.anchor_window)
+
+
+def windows(begin: int, end: int, size: int = 128) -> tuple[Int64[np.ndarray, " W"], Int64[np.ndarray, " W"]]:
+    """Begins and ends of the fixed windows (S1) that split ``[begin, end)``; only the last may be shorter than `size`."""
+    begins = np.arange(begin, end, size, dtype=np.int64)
+    return begins, np.minimum(begins + size, end)
+
+
+def forced_mask(forced: Integer[np.ndarray, " F"], total: int) -> Bool[np.ndarray, " T"]:
+    """True at every token after which a cut is forced: the form that `irminsul.device_chunking` takes."""
+    mask = np.zeros(total, bool)
+    mask[np.asarray(forced) - 1] = True
+    return mask

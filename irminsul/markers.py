@@ -1,0 +1,55 @@
+"""Boundary markers (S2): 64 ordinary tokens behind which a chunk always ends.
+
+Text put between two markers is cut the same way wherever it stands, even where it repeats with a short period and the rolling
+hash by itself would never cut. The marker is searched so that the hash fires on its last token; the cut is also forced, since
+a cut less than `min_tokens` earlier, or the max clamp falling inside the marker, would suppress it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32, Int64, Integer
+
+from irminsul.chunking import GEAR_WINDOW, ChunkingConfig, gear
+
+_FEWEST_IDS = 16
+
+
+def find_marker(
+    seed: int, allowed_token_ids: Integer[np.ndarray, " V"], config: ChunkingConfig
+) -> Int32[np.ndarray, "64"]:
+    """64 of the allowed token ids, drawn by `seed`, on the last of which a cut fires.
+
+    Args:
+      allowed_token_ids: ids that a model reads as ordinary text; at least 16 different ones.
+
+    Raises:
+      ValueError: fewer than 16 different ids.
+    """
+    ids = np.unique(np.asarray(allowed_token_ids, np.int32))
+    if ids.size < _FEWEST_IDS:
+        raise ValueError(f"allowed_token_ids: {ids.size} different ids; give at least {_FEWEST_IDS}")
+    generator = np.random.default_rng(seed)
+    shifts = np.arange(GEAR_WINDOW, dtype=np.uint64)[::-1]
+    while True:
+        trials = generator.choice(ids, (256, GEAR_WINDOW))
+        hashes = (gear(trials.reshape(-1), config).reshape(trials.shape) << shifts).sum(axis=1, dtype=np.uint64)
+        firing = np.flatnonzero(hashes < np.uint64(config.cut_threshold << 32))
+        if firing.size:
+            return trials[firing[0]]
+
+
+def marker_ends(tokens: Integer[np.ndarray, " T"], marker: Integer[np.ndarray, " W"]) -> Int64[np.ndarray, " F"]:
+    """Exclusive ends of the marker's occurrences: the `forced` cuts of `chunking.chunk_ends`."""
+    begins = np.arange(max(0, tokens.size - marker.size + 1), dtype=np.int64)
+    for place, token in enumerate(marker.tolist()):  # few candidates survive the first token
+        begins = begins[tokens[begins + place] == token]
+    return begins + marker.size
+
+
+def wrap(regions: Sequence[Integer[np.ndarray, " _"]], marker: Integer[np.ndarray, " W"]) -> Int32[np.ndarray, " T"]:
+    """``marker, region, marker, region, ..., marker``: every region between two markers."""
+    parts = [np.asarray(marker, np.int32)]
+    for region in regions:
+        parts += [np.asarray(region, np.int32), parts[0]]
+    return np.concatenate(parts)
