@@ -1,0 +1,85 @@
+"""Grouped-query attention over paged keys and values, rotating cached keys to where they stand now.
+
+The sibling of ``rotated_latent_attention`` for GQA, MQA and MHA (Ainslie et al., arXiv 2305.13245): the rotary key is
+the whole key, so ``R(delta)`` turns each of the ``J`` key heads, and query head ``h`` reads key head ``h // (H / J)``.
+Notation: see ``pallas_kernels/page_table.py``; ``D`` is the head width, ``J`` the number of key heads.
+"""
+
+from typing import Literal
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.page_table import PageTable
+from pallas_kernels.rotary import RotaryTable
+from pallas_kernels.rotated_grouped_attention import reference
+
+Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
+
+
+def rotated_grouped_attention(
+    query: Float[Array, "M H D"],
+    query_position: Int[Array, " M"],
+    query_offsets: Int[Array, " B1"],
+    value_pages: Float[Array, "L N G JD"],
+    key_pages: Float[Array, "L N G JD"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    *,
+    key_heads: int,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
+    """Causal-by-position attention of ragged requests over their pages.
+
+    Args:
+      query: queries, already rotated to ``query_position``.
+      query_position: position of each query token; a negative one is padding (output 0, log-sum-exp -inf).
+      query_offsets: ``[B + 1]``; request ``b`` owns query tokens ``offsets[b]:offsets[b + 1]``.
+      value_pages, key_pages: the whole pool, heads side by side in the last axis; only ``layer`` is read, never copied.
+      layer: which layer's rows.
+      page_table: ``[B, S]`` entries; a row is visible to a query at or after its position.
+      rotary: table of the layer (no layer axis), as wide as a head.
+      key_heads: ``J``.
+      scale: softmax scale.
+      implementation: None picks the fastest that runs here; a named one runs or raises.
+
+    Returns:
+      The attention output (dtype of ``query``) and the float32 natural log-sum-exp of the scores. A query that sees no
+      row gets output 0 and log-sum-exp -inf.
+
+    Raises:
+      ValueError: if heads, head width, row width and rotary width do not fit together.
+      NotImplementedError: if the named implementation cannot run on this device.
+    """
+    heads, width = query.shape[1:]
+    if heads % key_heads:
+        raise ValueError(f"rotated_grouped_attention: {heads} query heads do not divide among key_heads={key_heads}")
+    if key_pages.shape[-1] != key_heads * width:
+        raise ValueError(
+            f"rotated_grouped_attention: rows of width {key_pages.shape[-1]} do not hold "
+            f"key_heads={key_heads} heads of width {width}; pass the pool of this model"
+        )
+    if rotary.width != width:
+        raise ValueError(
+            f"rotated_grouped_attention: rotary table turns {rotary.width} values, a head has {width}; "
+            "build it from the model's frequencies"
+        )
+    if implementation in (None, "xla"):
+        return reference.rotated_grouped_attention(
+            query,
+            query_position,
+            query_offsets,
+            value_pages,
+            key_pages,
+            layer,
+            page_table,
+            rotary,
+            key_heads=key_heads,
+            scale=scale,
+        )
+    raise NotImplementedError(
+        f"rotated_grouped_attention: implementation={implementation!r} is not available on "
+        f"{jax.devices()[0].device_kind!r}; use implementation='xla' or None"
+    )
