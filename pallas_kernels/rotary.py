@@ -44,9 +44,7 @@ class RotaryTable:
         return 2 * self.coarse_cos.shape[-1]
 
 
-def rotary_table(
-    frequencies: np.ndarray, *, interleaved: bool, max_delta: int = DEFAULT_MAX_DELTA
-) -> RotaryTable:
+def rotary_table(frequencies: np.ndarray, *, interleaved: bool, max_delta: int = DEFAULT_MAX_DELTA) -> RotaryTable:
     """Tabulates ``R`` for ``frequencies`` (radians per position, float64 ``[..., F]``; leading axes are layers)."""
     frequencies = np.asarray(frequencies, np.float64)
     steps = -(-max_delta // FINE_STEPS)
@@ -92,8 +90,9 @@ def apply_rotation(
 
 
 def rotate(x: Float[Array, "*batch R"], delta: Int[Array, "*some"], table: RotaryTable) -> Float[Array, "*batch R"]:
-    """``R(delta) x``. ``delta`` has the leading axes of ``x``, trailing ones may be missing (heads share a position)."""
-    cos, sin = cos_sin(table, delta)
-    missing = x.ndim - cos.ndim
-    shape = cos.shape[:-1] + (1,) * missing + cos.shape[-1:]
-    return apply_rotation(x, cos.reshape(shape), sin.reshape(shape), table.interleaved)
+    """``R(delta) x``. ``delta`` has the leading axes of ``x``; trailing ones may be missing (heads share a position)."""
+    cos, sin = (
+        factor.reshape(*delta.shape, *(1,) * (x.ndim - 1 - delta.ndim), factor.shape[-1])
+        for factor in cos_sin(table, delta)
+    )
+    return apply_rotation(x, cos, sin, table.interleaved)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.page_table import PageTable
 from pallas_kernels.rotary import RotaryTable
-from pallas_kernels.rotated_latent_attention import reference
+from pallas_kernels.rotated_latent_attention import expanded, reference
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
@@ -52,12 +52,69 @@ def rotated_latent_attention(
     Raises:
       NotImplementedError: if the named implementation cannot run on this device.
     """
-    if implementation in (None, "xla"):
-        return reference.rotated_latent_attention(
-            q_latent, q_rope, query_position, query_offsets, latent_pages, rope_pages, layer, page_table, rotary,
-            scale=scale,
-        )
-    raise NotImplementedError(
-        f"rotated_latent_attention: implementation={implementation!r} is not available on "
-        f"{jax.devices()[0].device_kind!r}; use implementation='xla' or None"
+    _require_available("rotated_latent_attention", implementation)
+    return reference.rotated_latent_attention(
+        q_latent,
+        q_rope,
+        query_position,
+        query_offsets,
+        latent_pages,
+        rope_pages,
+        layer,
+        page_table,
+        rotary,
+        scale=scale,
     )
+
+
+def expanded_latent_attention(
+    q_nope: Float[Array, "M H K"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    w_uk: Float[Array, "H K C"],
+    w_uv: Float[Array, "H C V"],
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
+    """The same attention for one request with rows projected up to per-head keys and values, for large blocks.
+
+    Equals ``W_UV`` applied to ``rotated_latent_attention`` of ``W_UK``-absorbed queries, within rounding.
+
+    Args:
+      q_nope: queries before absorption.
+      q_rope: rotary queries, already rotated to ``query_position``.
+      query_position: position of each query token; a negative one is padding (output 0, log-sum-exp -inf).
+      latent_pages, rope_pages, layer, rotary, scale, implementation: as for ``rotated_latent_attention``.
+      page_table: ``[1, S]`` entries.
+      w_uk, w_uv: per-head up-projections of the latent to keys and values.
+
+    Returns:
+      The attention output per head (dtype of ``q_nope``) and the float32 natural log-sum-exp of the scores.
+
+    Raises:
+      ValueError: if the table holds more than one request.
+      NotImplementedError: if the named implementation cannot run on this device.
+    """
+    _require_available("expanded_latent_attention", implementation)
+    if page_table.page_id.shape[0] != 1:
+        raise ValueError(
+            f"expanded_latent_attention: page_table holds {page_table.page_id.shape[0]} requests and the expanded form "
+            "serves one; use rotated_latent_attention for several"
+        )
+    return expanded.expanded_latent_attention(
+        q_nope, q_rope, query_position, latent_pages, rope_pages, layer, page_table, rotary, w_uk, w_uv, scale=scale
+    )
+
+
+def _require_available(op: str, implementation: Implementation | None) -> None:
+    if implementation not in (None, "xla"):
+        raise NotImplementedError(
+            f"{op}: implementation={implementation!r} is not available on {jax.devices()[0].device_kind!r}; "
+            "use implementation='xla' or None"
+        )

@@ -1,0 +1,62 @@
+"""Attention over paged latent rows in the expanded form: keys and values are projected up once for a block of queries.
+
+The absorbed form spends ``2 C + R`` products on a query and a row, the expanded form ``K + R + V`` and, once a row and
+block, ``(K + V) C``. Blocks of many queries are therefore cheaper expanded (``attention_cost.py`` counts). Same table,
+same rows, same masks as ``reference.py``; the results agree within rounding.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.page_table import PageTable
+from pallas_kernels.rotary import RotaryTable
+from pallas_kernels.rotated_latent_attention.reference import (
+    PAGES_PER_STEP,
+    empty_softmax,
+    gather_rows,
+    matmul,
+    normalise,
+    update_softmax,
+    visible_steps,
+    whole_steps,
+)
+
+
+def expanded_latent_attention(
+    q_nope: Float[Array, "M H K"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    w_uk: Float[Array, "H K C"],
+    w_uv: Float[Array, "H C V"],
+    *,
+    scale: float,
+    pages_per_step: int = PAGES_PER_STEP,
+) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
+    """See ``api.expanded_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
+    tokens, heads, _ = q_nope.shape
+    up_key, up_value = w_uk.astype(jnp.float32), w_uv.astype(jnp.float32)
+    query = jnp.concatenate([q_nope, q_rope], axis=-1).astype(jnp.float32).swapaxes(0, 1) * scale
+    table = whole_steps(page_table, pages_per_step)
+    last_position = jnp.max(query_position, initial=-1)
+
+    def step(index, state):
+        rows = gather_rows(latent_pages, rope_pages, layer, table, index, rotary, last_position, pages_per_step)
+        # Row-minor keys and values come out of one plain product each, with heads as batch and nothing to transpose.
+        key_nope = matmul("HKC,NC->HKN", up_key, rows.latent)
+        value = matmul("HCV,NC->HVN", up_value, rows.latent)
+        key_rope = jnp.broadcast_to(rows.rope.T[None], (heads, *rows.rope.T.shape))
+        scores = matmul("HMK,HKN->HMN", query, jnp.concatenate([key_nope, key_rope], axis=1))
+        visible = rows.position[None, :] <= query_position[:, None]
+        weights, rescale, softmax = update_softmax(state[0], jnp.where(visible[None], scores, -jnp.inf))
+        return softmax, state[1] * rescale[..., None] + matmul("HMN,HVN->HMV", weights, value)
+
+    start = (empty_softmax((heads, tokens)), jnp.zeros((heads, tokens, w_uv.shape[-1]), jnp.float32))
+    softmax, out = lax.fori_loop(0, visible_steps(table, last_position, pages_per_step), step, start)
+    out, lse = normalise(softmax, out)
+    return out.swapaxes(0, 1).astype(q_nope.dtype), lse.T

@@ -1,0 +1,240 @@
+"""XLA reference of rotated latent attention: oracle of the kernels and fallback where none runs.
+
+One pass over the page table, ``pages_per_step`` entries a step, with an online softmax (Milakov and Gimelshein,
+arXiv 1805.02867). A step gathers its pages by (layer, page) pairs, so neither the pool nor a layer of it is ever copied
+and temporary memory depends on the step and not on the pool. The number of steps is dynamic: it ends with the last
+entry that some query sees, so cost follows positions and not the capacity of the table.
+
+Every product and sum is float32 whatever the dtype of the inputs. For one query, steps and rows that it does not see
+change nothing, bit for bit: its maximum stays, ``exp(-inf)`` is 0 and the rescaling factor is exactly 1. Its result
+therefore depends neither on the other queries of the block nor on what stands elsewhere in pages, pool or table.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.page_table import PageTable
+from pallas_kernels.rotary import RotaryTable, rotate
+
+PAGES_PER_STEP = 8
+# Ragged calls with at most this many query tokens a request are decode batches: every token reads its own pages.
+DECODE_TOKENS_PER_REQUEST = 4
+# Tokens of a decode batch that gather at once, which bounds memory to this many steps of rows.
+DECODE_TOKENS_AT_ONCE = 16
+# Query tokens a block where one request after the other is served.
+RAGGED_BLOCK = 64
+
+# Position of a row that no query sees.
+NEVER = jnp.iinfo(jnp.int32).max
+
+
+def rotated_latent_attention(
+    q_latent: Float[Array, "M H C"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    query_offsets: Int[Array, " B1"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    *,
+    scale: float,
+    pages_per_step: int = PAGES_PER_STEP,
+) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
+    """See ``api.rotated_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
+    tokens, requests = q_latent.shape[0], page_table.page_id.shape[0]
+    token = jnp.arange(tokens)
+    request = jnp.searchsorted(query_offsets[1:], token, side="right")
+    owned = (token >= query_offsets[0]) & (request < requests)
+    position = jnp.where(owned, query_position, -1)
+    table = whole_steps(page_table, pages_per_step)
+    attend = partial(
+        attend_one_table,
+        latent_pages=latent_pages,
+        rope_pages=rope_pages,
+        layer=layer,
+        rotary=rotary,
+        scale=scale,
+        pages_per_step=pages_per_step,
+    )
+    if requests == 1:
+        out, lse = attend(q_latent, q_rope, position, table)
+    elif tokens <= DECODE_TOKENS_PER_REQUEST * requests:
+        out, lse = _each_token(attend, q_latent, q_rope, position, jnp.minimum(request, requests - 1), table)
+    else:
+        out, lse = _each_request(attend, q_latent, q_rope, position, query_offsets, table)
+    return out.astype(q_latent.dtype), lse
+
+
+def attend_one_table(
+    q_latent: Float[Array, "M H C"],
+    q_rope: Float[Array, "M H R"],
+    position: Int[Array, " M"],
+    table: PageTable,
+    *,
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    rotary: RotaryTable,
+    scale: float,
+    pages_per_step: int,
+) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
+    """Queries that share one table of whole steps. Float32 output and log-sum-exp."""
+    tokens, heads, width = q_latent.shape
+    # Tokens and heads share the keys, so both are rows of one matrix.
+    flat_latent = q_latent.reshape(tokens * heads, width).astype(jnp.float32) * scale
+    flat_rope = q_rope.reshape(tokens * heads, -1).astype(jnp.float32) * scale
+    last_position = jnp.max(position, initial=-1)
+
+    def step(index, state):
+        rows = gather_rows(latent_pages, rope_pages, layer, table, index, rotary, last_position, pages_per_step)
+        scores = matmul("QC,NC->QN", flat_latent, rows.latent) + matmul("QR,NR->QN", flat_rope, rows.rope)
+        visible = rows.position[None, :] <= position[:, None]
+        scores = jnp.where(visible[:, None, :], scores.reshape(tokens, heads, -1), -jnp.inf)
+        weights, rescale, softmax = update_softmax(state[0], scores)
+        new = matmul("QN,NC->QC", weights.reshape(tokens * heads, -1), rows.latent)
+        return softmax, state[1] * rescale[..., None] + new.reshape(tokens, heads, width)
+
+    start = (empty_softmax((tokens, heads)), jnp.zeros((tokens, heads, width), jnp.float32))
+    softmax, out = lax.fori_loop(0, visible_steps(table, last_position, pages_per_step), step, start)
+    return normalise(softmax, out)
+
+
+class Softmax(NamedTuple):
+    """Running maximum and sum of ``exp(score - maximum)`` of the scores seen so far."""
+
+    maximum: Float[Array, "*queries"]
+    total: Float[Array, "*queries"]
+
+
+class Rows(NamedTuple):
+    """Rows of one step. Those nobody sees are 0 at position ``NEVER``; keys are turned to where they stand."""
+
+    latent: Float[Array, "N C"]
+    rope: Float[Array, "N R"]
+    position: Int[Array, " N"]
+
+
+def whole_steps(table: PageTable, pages_per_step: int) -> PageTable:
+    """The table with padding entries up to a multiple of ``pages_per_step``, at least one step."""
+    entries = table.page_id.shape[1]
+    missing = max(pages_per_step, -(-entries // pages_per_step) * pages_per_step) - entries
+    return PageTable(
+        *(
+            jnp.pad(field, ((0, 0), (0, missing)))
+            for field in (table.page_id, table.row_begin, table.row_end, table.target_position, table.base_position)
+        )
+    )
+
+
+def visible_steps(table: PageTable, last_position: Int[Array, ""], pages_per_step: int) -> Int[Array, ""]:
+    """Steps of a one-request table up to the last entry with a row at or before ``last_position``."""
+    visible = (table.row_begin[0] < table.row_end[0]) & (table.target_position[0] <= last_position)
+    entries = jnp.max(jnp.where(visible, jnp.arange(visible.shape[0]) + 1, 0))
+    return -(-entries // pages_per_step)
+
+
+def gather_rows(
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    table: PageTable,
+    step: Int[Array, ""],
+    rotary: RotaryTable,
+    last_position: Int[Array, ""],
+    pages_per_step: int,
+) -> Rows:
+    """Float32 rows of entries ``[step * P, (step + 1) * P)`` of a one-request table.
+
+    Rows outside their entry's range, and those after ``last_position`` (which may not be written yet), become 0 before
+    any arithmetic: a weight of 0 would not silence a NaN.
+    """
+    page_id, begin, end, target, base = (
+        lax.dynamic_slice_in_dim(field[0], step * pages_per_step, pages_per_step)
+        for field in (table.page_id, table.row_begin, table.row_end, table.target_position, table.base_position)
+    )
+    used = begin < end
+    slot = jnp.arange(latent_pages.shape[2])[None, :]
+    position = target[:, None] + slot - begin[:, None]
+    seen: Bool[Array, "P G"] = (slot >= begin[:, None]) & (slot < end[:, None]) & (position <= last_position)
+    page = jnp.where(used, page_id, 0)
+    latent = latent_pages.at[layer, page].get(mode="clip").astype(jnp.float32)
+    rope = rope_pages.at[layer, page].get(mode="clip").astype(jnp.float32)
+    latent = jnp.where(seen[..., None], latent, 0.0)
+    rope = rotate(jnp.where(seen[..., None], rope, 0.0), jnp.where(used, target - base, 0), rotary)
+    return Rows(
+        latent.reshape(-1, latent.shape[-1]),
+        rope.reshape(-1, rope.shape[-1]),
+        jnp.where(seen, position, NEVER).reshape(-1),
+    )
+
+
+def matmul(spec: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Float32 product at full precision (accelerators would otherwise round the factors)."""
+    return jnp.einsum(spec, left, right, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def empty_softmax(queries: tuple[int, ...]) -> Softmax:
+    """Nothing seen."""
+    return Softmax(jnp.full(queries, -jnp.inf, jnp.float32), jnp.zeros(queries, jnp.float32))
+
+
+def update_softmax(
+    softmax: Softmax, scores: Float[Array, "*queries N"]
+) -> tuple[Float[Array, "*queries N"], Float[Array, "*queries"], Softmax]:
+    """Weights of the new scores, the factor by which what was accumulated so far shrinks, and the new state."""
+    maximum = jnp.maximum(softmax.maximum, jnp.max(scores, axis=-1))
+    # -inf - -inf is NaN: where nothing has been seen yet, measure from 0.
+    origin = jnp.where(maximum == -jnp.inf, 0.0, maximum)
+    weights = jnp.exp(scores - origin[..., None])
+    rescale = jnp.exp(softmax.maximum - origin)
+    return weights, rescale, Softmax(maximum, softmax.total * rescale + jnp.sum(weights, axis=-1))
+
+
+def normalise(
+    softmax: Softmax, out: Float[Array, "*queries C"]
+) -> tuple[Float[Array, "*queries C"], Float[Array, "*queries"]]:
+    """Output and log-sum-exp; a query that saw nothing gets 0 and -inf."""
+    seen = softmax.total > 0
+    total = jnp.where(seen, softmax.total, 1.0)
+    return out / total[..., None], jnp.where(seen, softmax.maximum + jnp.log(total), -jnp.inf)
+
+
+def _each_token(attend, q_latent, q_rope, position, request, table):
+    """Decode batches: each query token walks the table of its request, a few tokens at once."""
+
+    def one_token(token):
+        latent, rope, place, owner = token
+        entries = jax.tree.map(lambda field: field[owner][None], table)
+        out, lse = attend(latent[None], rope[None], place[None], entries)
+        return out[0], lse[0]
+
+    return lax.map(one_token, (q_latent, q_rope, position, request), batch_size=DECODE_TOKENS_AT_ONCE)
+
+
+def _each_request(attend, q_latent, q_rope, position, offsets, table):
+    """Ragged extends: one request after the other, in blocks of query tokens."""
+    tokens, heads, width = q_latent.shape
+
+    def one_request(request, results):
+        entries = jax.tree.map(lambda field: field[request][None], table)
+
+        def one_block(block, results):
+            token = offsets[request] + block * RAGGED_BLOCK + jnp.arange(RAGGED_BLOCK)
+            inside = token < offsets[request + 1]
+            latent, rope, place = (x.at[token].get(mode="clip") for x in (q_latent, q_rope, position))
+            new = attend(latent, rope, jnp.where(inside, place, -1), entries)
+            target = jnp.where(inside, token, tokens)
+            return tuple(old.at[target].set(x, mode="drop") for old, x in zip(results, new, strict=True))
+
+        blocks = -(-(offsets[request + 1] - offsets[request]) // RAGGED_BLOCK)
+        return lax.fori_loop(0, blocks, one_block, results)
+
+    start = (jnp.zeros((tokens, heads, width), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32))
+    return lax.fori_loop(0, table.page_id.shape[0], one_request, start)
