@@ -1,8 +1,8 @@
 """Where a token sequence is cut, decided by the tokens alone.
 
-A Gear hash (Xia et al., FastCDC, USENIX ATC 2016) runs over token ids, ``h = (h << 1) + g(token)`` in 64 bits, so exactly
-the last 64 tokens count and an insertion far to the left moves cuts without changing them. It is never reset. Three things
-are read from it, all from the *top* bits, because bit ``b`` sees only the last ``b + 1`` tokens:
+A Gear hash (Xia et al., FastCDC, USENIX ATC 2016) runs over token ids, ``h = (h << 1) + g(token)`` in 64 bits, so
+exactly the last 64 tokens count and an insertion far to the left moves cuts without changing them. It is never reset.
+Three things are read from it, all from the *top* bits, because bit ``b`` sees only the last ``b + 1`` tokens:
 
 - chunks, the units of lookup: a cut after a token whose hash falls below a threshold, with length clamps;
 - segments, the units of page layout: those chunk ends whose hash also falls below a rarer threshold;
@@ -111,7 +111,7 @@ def _splitmix64(value: int) -> int:
 
 
 class Boundaries(NamedTuple):
-    """Exclusive ends, ascending. `chunk_ends` and `segment_ends` end with the number of tokens; `anchor_ends` need not."""
+    """Exclusive ends, ascending. The last chunk and the last segment end with the tokens; anchors need not."""
 
     chunk_ends: Int64[np.ndarray, " K"]
     segment_ends: Int64[np.ndarray, " S"]
@@ -198,7 +198,7 @@ def chunk_ends(
 
     Args:
       hashes: over 64 tokens.
-      forced: ascending exclusive ends where a chunk ends whatever the clamps say, such as those of `markers.marker_ends`.
+      forced: ascending exclusive ends where a chunk ends whatever the clamps say, as `markers.marker_ends` gives.
 
     Raises:
       ValueError: a forced end outside 1..T.
@@ -209,7 +209,9 @@ def chunk_ends(
     natural = _below(hashes, config.cut_threshold, GEAR_WINDOW)
     certain = np.array([total]) if forced is None else np.append(forced, total)
     if certain.min() < 1 or certain.max() > total:
-        raise ValueError(f"forced = {certain[:-1].tolist()}: cuts must lie within 1..{total}, the number of tokens")
+        raise ValueError(
+            f"forced = {certain.min()}..{certain.max()}: cuts must lie within 1..{total}, the number of tokens"
+        )
     places = np.concatenate([natural, certain])
     least = np.concatenate([np.full(natural.size, config.min_tokens), np.ones(certain.size, np.int64)])
     order = np.argsort(places, kind="stable")
@@ -247,7 +249,7 @@ def anchor_ends(hashes: UInt64[np.ndarray, " T"], config: ChunkingConfig) -> Int
 
 
 def windows(begin: int, end: int, size: int = 128) -> tuple[Int64[np.ndarray, " W"], Int64[np.ndarray, " W"]]:
-    """Begins and ends of the fixed windows (S1) that split ``[begin, end)``; only the last may be shorter than `size`."""
+    """Begins and ends of the fixed windows (S1) that split ``[begin, end)``; the last may be shorter than `size`."""
     begins = np.arange(begin, end, size, dtype=np.int64)
     return begins, np.minimum(begins + size, end)
 

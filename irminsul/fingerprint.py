@@ -1,11 +1,11 @@
 """Fingerprints: where to look for a run of tokens. A hint, never proof.
 
-A fingerprint is the xxHash64 (Collet, github.com/Cyan4973/xxHash) of int32 little-endian token ids, seeded with the xxHash64
-of the key: tenant, model digest, adapter, cache format. xxHash64 does not resist collisions made on purpose, so every hit
-compares token ids.
+A fingerprint is the xxHash64 (Collet, github.com/Cyan4973/xxHash) of int32 little-endian token ids, seeded with the
+xxHash64 of the key: tenant, model digest, adapter, cache format. xxHash64 does not resist collisions made on purpose,
+so every hit compares token ids.
 
-`HashFunction` takes the bytes and a 64-bit seed; tests inject weaker ones. `irminsul.xxhash64` computes the same values inside
-``jax.jit``.
+`HashFunction` takes the bytes and a 64-bit seed; tests inject weaker ones. `irminsul.xxhash64` computes the same values
+inside ``jax.jit``.
 """
 
 import struct

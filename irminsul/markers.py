@@ -1,8 +1,8 @@
 """Boundary markers (S2): 64 ordinary tokens behind which a chunk always ends.
 
-Text put between two markers is cut the same way wherever it stands, even where it repeats with a short period and the rolling
-hash by itself would never cut. The marker is searched so that the hash fires on its last token; the cut is also forced, since
-a cut less than `min_tokens` earlier, or the max clamp falling inside the marker, would suppress it.
+Text put between two markers is cut the same way wherever it stands, even where it repeats with a short period and the
+rolling hash by itself would never cut. The marker is searched so that the hash fires on its last token; the cut is also
+forced, since a cut less than `min_tokens` earlier, such as the max clamp inside the marker, would suppress it.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,151 @@
+"""`irminsul.chunking` inside ``jax.jit``: the same cuts with fixed capacities.
+
+A prompt of `length` tokens stands at the front of an array of T; what lies behind it is ignored. 64-bit hashes are
+pairs of uint32 arrays.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Int, Int32
+
+from irminsul import uint64
+from irminsul.chunking import GEAR_WINDOW, SPLITMIX_LAST_SHIFT, SPLITMIX_STEPS, ChunkingConfig
+from irminsul.uint64 import UInt64
+
+
+class DeviceBoundaries(NamedTuple):
+    """Exclusive ends, ascending, padded with `length`; K and A are the capacities.
+
+    Attributes:
+      chunk_ends: the first `num_chunks` are real.
+      ends_segment: whether the chunk ends a segment; false on padding.
+      anchor_ends: the first `num_anchors` are real.
+      complete: false if a capacity was too small: the boundaries are then only the first ones.
+    """
+
+    chunk_ends: Int32[Array, " K"]
+    num_chunks: Int32[Array, ""]
+    ends_segment: Bool[Array, " K"]
+    anchor_ends: Int32[Array, " A"]
+    num_anchors: Int32[Array, ""]
+    complete: Bool[Array, ""]
+
+
+def gear(tokens: Int[Array, " T"], config: ChunkingConfig) -> UInt64:
+    """The 64 random bits that stand for each token id."""
+    value = uint64.add(uint64.from_uint32(tokens), uint64.constant(config.gear_offset))
+    for shift, factor in SPLITMIX_STEPS:
+        value = uint64.multiply(uint64.xor(value, uint64.shift_right(value, shift)), uint64.constant(factor))
+    return uint64.xor(value, uint64.shift_right(value, SPLITMIX_LAST_SHIFT))
+
+
+def rolling_hashes(
+    tokens: Int[Array, " T"], config: ChunkingConfig, windows: tuple[int, ...] = (GEAR_WINDOW,)
+) -> tuple[UInt64, ...]:
+    """For each window size the hash ``[T]``; see `irminsul.chunking.rolling_hashes`."""
+
+    def delayed(part: Array, count: int) -> Array:
+        return jnp.pad(part, (count, 0))[: part.shape[0]]
+
+    value = gear(tokens, config)
+    results = {1: value}
+    window = 1
+    while window < max(windows):
+        earlier = UInt64(delayed(value.high, window), delayed(value.low, window))
+        value = uint64.add(value, uint64.shift_left(earlier, window))
+        window *= 2
+        results[window] = value
+    return tuple(results[window] for window in windows)
+
+
+def boundaries(
+    tokens: Int[Array, " T"],
+    length: Int[Array, ""] | int,
+    config: ChunkingConfig,
+    forced: Bool[Array, " T"] | None = None,
+    chunk_capacity: int | None = None,
+    anchor_capacity: int | None = None,
+) -> DeviceBoundaries:
+    """Chunk, segment and anchor ends of the first `length` tokens.
+
+    Args:
+      forced: true at tokens behind which a chunk ends whatever the clamps say.
+      chunk_capacity: static; by default ``T // min_tokens + 1``, enough for any prompt whose forced cuts are at least
+        ``2 min_tokens`` apart.
+      anchor_capacity: static; by default T, enough for any prompt.
+    """
+    total = tokens.shape[0]
+    chunk_capacity = total // config.min_tokens + 1 if chunk_capacity is None else chunk_capacity
+    anchor_capacity = total if anchor_capacity is None else anchor_capacity
+    length = jnp.asarray(length, jnp.int32)
+    anchor_hashes, hashes = rolling_hashes(tokens, config, (config.anchor_window, GEAR_WINDOW))
+    exclusive_ends = jnp.arange(1, total + 1, dtype=jnp.int32)
+    inside = exclusive_ends <= length
+
+    def below(value: UInt64, threshold: int, window: int) -> Bool[Array, " T"]:
+        seen = inside & (exclusive_ends >= window)
+        return seen & (value.high < threshold) if threshold < 2**32 else seen
+
+    natural = below(hashes, config.cut_threshold, GEAR_WINDOW)
+    chunk_ends, num_chunks = _clamp(natural, forced, length, config, chunk_capacity)
+    is_anchor = below(anchor_hashes, config.anchor_threshold, config.anchor_window)
+    num_anchors = jnp.sum(is_anchor, dtype=jnp.int32)
+    places = jnp.nonzero(is_anchor, size=anchor_capacity, fill_value=total)[0].astype(jnp.int32)
+    rare = jnp.take(below(hashes, config.segment_threshold, GEAR_WINDOW), chunk_ends - 1, mode="clip")
+    real = jnp.arange(chunk_capacity) < num_chunks
+    return DeviceBoundaries(
+        chunk_ends=chunk_ends,
+        num_chunks=num_chunks,
+        ends_segment=real & (rare | (chunk_ends == length)),
+        anchor_ends=jnp.minimum(places + 1, length),
+        num_anchors=jnp.minimum(num_anchors, anchor_capacity),
+        complete=(num_anchors <= anchor_capacity) & jnp.any(chunk_ends == length),
+    )
+
+
+def _clamp(
+    natural: Bool[Array, " T"],
+    forced: Bool[Array, " T"] | None,
+    length: Int32[Array, ""],
+    config: ChunkingConfig,
+    capacity: int,
+) -> tuple[Int32[Array, " K"], Int32[Array, ""]]:
+    """Applies the length clamps: one step a chunk, each jumping to the next place where a cut may fall."""
+    total = natural.shape[0]
+    exclusive_ends = jnp.arange(1, total + 1, dtype=jnp.int32)
+
+    def next_end(mask: Bool[Array, " T"]) -> Int32[Array, " T"]:
+        """At index i, the first marked exclusive end > i, or a number beyond all."""
+        return jax.lax.cummin(jnp.where(mask, exclusive_ends, jnp.int32(2**30)), reverse=True)
+
+    next_natural = next_end(natural)
+    next_forced = None if forced is None else next_end(forced & (exclusive_ends <= length))
+
+    def step(state):
+        ends, count, start = state
+        end = jnp.minimum(length, start + config.max_tokens)
+        # A natural cut must leave min_tokens, so its exclusive end is > start + min_tokens - 1.
+        end = jnp.minimum(end, jnp.take(next_natural, start + config.min_tokens - 1, mode="fill", fill_value=2**30))
+        if next_forced is not None:
+            end = jnp.minimum(end, next_forced[start])
+        return ends.at[count].set(end), count + 1, end
+
+    ends = jnp.full(capacity, length, jnp.int32)
+    ends, count, _ = jax.lax.while_loop(
+        lambda state: (state[2] < length) & (state[1] < capacity), step, (ends, jnp.int32(0), jnp.int32(0))
+    )
+    return ends, count
+
+
+def marker_mask(tokens: Int[Array, " T"], marker: Int[Array, " W"]) -> Bool[Array, " T"]:
+    """True at the last token of every occurrence of the marker: the `forced` cuts of `boundaries`."""
+    total, width = tokens.shape[0], marker.shape[0]
+    if total < width:
+        return jnp.zeros(total, bool)
+    matches = jnp.ones(total - width + 1, bool)
+    for place in range(width):
+        matches &= tokens[place : place + matches.shape[0]] == marker[place]
+    return jnp.pad(matches, (width - 1, 0))
