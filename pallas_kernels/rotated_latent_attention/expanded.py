@@ -18,8 +18,7 @@ from pallas_kernels.rotated_latent_attention.reference import (
     matmul,
     normalise,
     update_softmax,
-    visible_steps,
-    whole_steps,
+    visible_entries,
 )
 
 
@@ -42,11 +41,11 @@ def expanded_latent_attention(
     tokens, heads, _ = q_nope.shape
     up_key, up_value = w_uk.astype(jnp.float32), w_uv.astype(jnp.float32)
     query = jnp.concatenate([q_nope, q_rope], axis=-1).astype(jnp.float32).swapaxes(0, 1) * scale
-    table = whole_steps(page_table, pages_per_step)
-    last_position = jnp.max(query_position, initial=-1)
+    page_size = latent_pages.shape[2]
+    entries, steps = visible_entries(page_table, jnp.max(query_position, initial=-1), page_size, pages_per_step)
 
     def step(index, state):
-        rows = gather_rows(latent_pages, rope_pages, layer, table, index, rotary, last_position, pages_per_step)
+        rows = gather_rows(latent_pages, rope_pages, layer, entries, index, rotary, pages_per_step)
         # Row-minor keys and values come out of one plain product each, with heads as batch and nothing to transpose.
         key_nope = matmul("HKC,NC->HKN", up_key, rows.latent)
         value = matmul("HCV,NC->HVN", up_value, rows.latent)
@@ -57,6 +56,6 @@ def expanded_latent_attention(
         return softmax, state[1] * rescale[..., None] + matmul("HMN,HVN->HMV", weights, value)
 
     start = (empty_softmax((heads, tokens)), jnp.zeros((heads, tokens, w_uv.shape[-1]), jnp.float32))
-    softmax, out = lax.fori_loop(0, visible_steps(table, last_position, pages_per_step), step, start)
+    softmax, out = lax.fori_loop(0, steps, step, start)
     out, lse = normalise(softmax, out)
     return out.swapaxes(0, 1).astype(q_nope.dtype), lse.T

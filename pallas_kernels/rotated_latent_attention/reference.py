@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.page_table import PageTable
 from pallas_kernels.rotary import RotaryTable, rotate
@@ -53,7 +53,6 @@ def rotated_latent_attention(
     request = jnp.searchsorted(query_offsets[1:], token, side="right")
     owned = (token >= query_offsets[0]) & (request < requests)
     position = jnp.where(owned, query_position, -1)
-    table = whole_steps(page_table, pages_per_step)
     attend = partial(
         attend_one_table,
         latent_pages=latent_pages,
@@ -64,11 +63,11 @@ def rotated_latent_attention(
         pages_per_step=pages_per_step,
     )
     if requests == 1:
-        out, lse = attend(q_latent, q_rope, position, table)
+        out, lse = attend(q_latent, q_rope, position, page_table)
     elif tokens <= DECODE_TOKENS_PER_REQUEST * requests:
-        out, lse = _each_token(attend, q_latent, q_rope, position, jnp.minimum(request, requests - 1), table)
+        out, lse = _each_token(attend, q_latent, q_rope, position, jnp.minimum(request, requests - 1), page_table)
     else:
-        out, lse = _each_request(attend, q_latent, q_rope, position, query_offsets, table)
+        out, lse = _each_request(attend, q_latent, q_rope, position, query_offsets, page_table)
     return out.astype(q_latent.dtype), lse
 
 
@@ -85,15 +84,16 @@ def attend_one_table(
     scale: float,
     pages_per_step: int,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
-    """Queries that share one table of whole steps. Float32 output and log-sum-exp."""
+    """Queries that share one table. Float32 output and log-sum-exp."""
     tokens, heads, width = q_latent.shape
     # Tokens and heads share the keys, so both are rows of one matrix.
     flat_latent = q_latent.reshape(tokens * heads, width).astype(jnp.float32) * scale
     flat_rope = q_rope.reshape(tokens * heads, -1).astype(jnp.float32) * scale
-    last_position = jnp.max(position, initial=-1)
+    page_size = latent_pages.shape[2]
+    entries, steps = visible_entries(table, jnp.max(position, initial=-1), page_size, pages_per_step)
 
     def step(index, state):
-        rows = gather_rows(latent_pages, rope_pages, layer, table, index, rotary, last_position, pages_per_step)
+        rows = gather_rows(latent_pages, rope_pages, layer, entries, index, rotary, pages_per_step)
         scores = matmul("QC,NC->QN", flat_latent, rows.latent) + matmul("QR,NR->QN", flat_rope, rows.rope)
         visible = rows.position[None, :] <= position[:, None]
         scores = jnp.where(visible[:, None, :], scores.reshape(tokens, heads, -1), -jnp.inf)
@@ -102,7 +102,7 @@ def attend_one_table(
         return softmax, state[1] * rescale[..., None] + new.reshape(tokens, heads, width)
 
     start = (empty_softmax((tokens, heads)), jnp.zeros((tokens, heads, width), jnp.float32))
-    softmax, out = lax.fori_loop(0, visible_steps(table, last_position, pages_per_step), step, start)
+    softmax, out = lax.fori_loop(0, steps, step, start)
     return normalise(softmax, out)
 
 
@@ -113,6 +113,14 @@ class Softmax(NamedTuple):
     total: Float[Array, "*queries"]
 
 
+class Entries(NamedTuple):
+    """One request's table as the loop reads it: ``S`` entries, a multiple of the entries a step."""
+
+    page: Int[Array, " S"]
+    delta: Int[Array, " S"]
+    position: Int[Array, "S G"]
+
+
 class Rows(NamedTuple):
     """Rows of one step. Those nobody sees are 0 at position ``NEVER``; keys are turned to where they stand."""
 
@@ -121,58 +129,48 @@ class Rows(NamedTuple):
     position: Int[Array, " N"]
 
 
-def whole_steps(table: PageTable, pages_per_step: int) -> PageTable:
-    """The table with padding entries up to a multiple of ``pages_per_step``, at least one step."""
+def visible_entries(
+    table: PageTable, last_position: Int[Array, ""], page_size: int, pages_per_step: int
+) -> tuple[Entries, Int[Array, ""]]:
+    """Entries of a one-request table, and the steps up to the last one with a row at or before ``last_position``.
+
+    Rows outside their entry's range and rows after ``last_position`` (which may not be written yet) get position
+    ``NEVER``. Padding entries, whatever they hold, become page 0 turned by 0.
+    """
     entries = table.page_id.shape[1]
-    missing = max(pages_per_step, -(-entries // pages_per_step) * pages_per_step) - entries
-    return PageTable(
-        *(
-            jnp.pad(field, ((0, 0), (0, missing)))
-            for field in (table.page_id, table.row_begin, table.row_end, table.target_position, table.base_position)
-        )
+    spare = max(1, -(-entries // pages_per_step)) * pages_per_step - entries
+    page, begin, end, target, base = (
+        jnp.pad(field[0], (0, spare))
+        for field in (table.page_id, table.row_begin, table.row_end, table.target_position, table.base_position)
     )
-
-
-def visible_steps(table: PageTable, last_position: Int[Array, ""], pages_per_step: int) -> Int[Array, ""]:
-    """Steps of a one-request table up to the last entry with a row at or before ``last_position``."""
-    visible = (table.row_begin[0] < table.row_end[0]) & (table.target_position[0] <= last_position)
-    entries = jnp.max(jnp.where(visible, jnp.arange(visible.shape[0]) + 1, 0))
-    return -(-entries // pages_per_step)
+    used = begin < end
+    row = jnp.arange(page_size)[None, :]
+    position = target[:, None] + row - begin[:, None]
+    seen = (row >= begin[:, None]) & (row < end[:, None]) & (position <= last_position)
+    count = jnp.max(jnp.where(jnp.any(seen, axis=1), jnp.arange(seen.shape[0]) + 1, 0))
+    position = jnp.where(seen, position, NEVER)
+    return Entries(jnp.where(used, page, 0), jnp.where(used, target - base, 0), position), -(-count // pages_per_step)
 
 
 def gather_rows(
     latent_pages: Float[Array, "L N G C"],
     rope_pages: Float[Array, "L N G R"],
     layer: Int[Array, ""],
-    table: PageTable,
+    entries: Entries,
     step: Int[Array, ""],
     rotary: RotaryTable,
-    last_position: Int[Array, ""],
     pages_per_step: int,
 ) -> Rows:
-    """Float32 rows of entries ``[step * P, (step + 1) * P)`` of a one-request table.
+    """Float32 rows of entries ``[step * P, (step + 1) * P)``.
 
-    Rows outside their entry's range, and those after ``last_position`` (which may not be written yet), become 0 before
-    any arithmetic: a weight of 0 would not silence a NaN.
+    Unseen rows become 0 before any arithmetic: a weight of 0 would not silence a NaN.
     """
-    page_id, begin, end, target, base = (
-        lax.dynamic_slice_in_dim(field[0], step * pages_per_step, pages_per_step)
-        for field in (table.page_id, table.row_begin, table.row_end, table.target_position, table.base_position)
-    )
-    used = begin < end
-    slot = jnp.arange(latent_pages.shape[2])[None, :]
-    position = target[:, None] + slot - begin[:, None]
-    seen: Bool[Array, "P G"] = (slot >= begin[:, None]) & (slot < end[:, None]) & (position <= last_position)
-    page = jnp.where(used, page_id, 0)
-    latent = latent_pages.at[layer, page].get(mode="clip").astype(jnp.float32)
-    rope = rope_pages.at[layer, page].get(mode="clip").astype(jnp.float32)
-    latent = jnp.where(seen[..., None], latent, 0.0)
-    rope = rotate(jnp.where(seen[..., None], rope, 0.0), jnp.where(used, target - base, 0), rotary)
-    return Rows(
-        latent.reshape(-1, latent.shape[-1]),
-        rope.reshape(-1, rope.shape[-1]),
-        jnp.where(seen, position, NEVER).reshape(-1),
-    )
+    page, delta, position = (lax.dynamic_slice_in_dim(x, step * pages_per_step, pages_per_step) for x in entries)
+    seen = (position != NEVER)[..., None]
+    latent = jnp.where(seen, latent_pages.at[layer, page].get(mode="clip").astype(jnp.float32), 0.0)
+    rope = jnp.where(seen, rope_pages.at[layer, page].get(mode="clip").astype(jnp.float32), 0.0)
+    rope = rotate(rope, delta, rotary)
+    return Rows(latent.reshape(-1, latent.shape[-1]), rope.reshape(-1, rope.shape[-1]), position.reshape(-1))
 
 
 def matmul(spec: str, left: Float[Array, "..."], right: Float[Array, "..."]) -> Float[Array, "..."]:
