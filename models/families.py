@@ -146,9 +146,9 @@ class Model:
 
 def families() -> tuple[Family, ...]:
     """Every family there is."""
-    from models import mla  # families build on this module
+    from models import gqa, mla  # families build on this module
 
-    return (mla.FAMILY,)
+    return (mla.FAMILY, gqa.FAMILY)
 
 
 def family_of(model_type: str | None) -> Family:
@@ -184,18 +184,22 @@ def abstract(family: Family, config: Any, dtype: Any = jnp.bfloat16) -> Any:
     return jax.tree.map(shape, family.parameters(config), is_leaf=is_parameter)
 
 
-def init(family: Family, config: Any, key: Array, dtype: Any = jnp.float32) -> Any:
-    """Random parameters: normal with deviation ``gain / sqrt(fan_in)``, norms 1, biases 0."""
-    leaves, structure = jax.tree.flatten(family.parameters(config), is_leaf=is_parameter)
+def init(family: Family, config: Any, seed: int = 0, dtype: Any = jnp.float32) -> Any:
+    """Random parameters: normal with deviation ``gain / sqrt(fan_in)``, norms 1, biases 0.
 
-    def start(parameter: Parameter, key: Array) -> Array:
+    Drawn by numpy on the host, so that a seed means the same weights on every device and nothing is compiled.
+    """
+    draw = np.random.default_rng(seed)
+
+    def start(parameter: Parameter) -> Array:
         kind = parameter.dtype or dtype
         if parameter.start != "normal":
             return (jnp.ones if parameter.start == "ones" else jnp.zeros)(parameter.shape, kind)
-        deviation = parameter.gain / math.sqrt(parameter.fan_in)
-        return (jax.random.normal(key, parameter.shape, jnp.float32) * deviation).astype(kind)
+        values = draw.standard_normal(parameter.shape, np.float32)
+        values *= np.float32(parameter.gain / math.sqrt(parameter.fan_in))
+        return jnp.asarray(values, kind)
 
-    return structure.unflatten(map(start, leaves, jax.random.split(key, len(leaves))))
+    return jax.tree.map(start, family.parameters(config), is_leaf=is_parameter)
 
 
 def parameter_count(tree: Any) -> int:
@@ -254,4 +258,4 @@ def random_model(source: str | Mapping[str, Any], seed: int = 0, dtype: Any = jn
       ValueError: for an unknown preset or fields that contradict each other.
     """
     family, config = read_config(source, **overrides)
-    return model(family, config, jax.jit(lambda key: init(family, config, key, dtype))(jax.random.key(seed)))
+    return model(family, config, init(family, config, seed, dtype))

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import jax
 import numpy as np
+from jaxtyping import Array, Int
 
 from pallas_kernels.rotary import RotaryTable, rotary_table
 
@@ -63,7 +65,7 @@ def rope_parameters(config: Mapping[str, Any]) -> RopeParameters:
     """
     scaling = dict(config.get("rope_scaling") or {})
     scaling |= dict(config.get("rope_parameters") or {})
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    rope_type = str(scaling.get("rope_type") or scaling.get("type") or "default")
     if scaling.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(
             f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported; use a model that rotates "
@@ -147,13 +149,8 @@ def table(rope: RopeParameters, width: int, *, interleaved: bool, max_position: 
     return rotary_table(frequencies(rope, width), interleaved=interleaved, max_delta=max_position)
 
 
-def layer_table(rotary: RotaryTable, layer) -> RotaryTable:
+def layer_table(rotary: RotaryTable, layer: Int[Array, ""]) -> RotaryTable:
     """The table of one layer: itself, or a slice where the model's layers have frequencies of their own."""
     if rotary.fine_cos.ndim == 2:
         return rotary
-    return rotary.replace(
-        coarse_cos=rotary.coarse_cos[layer],
-        coarse_sin=rotary.coarse_sin[layer],
-        fine_cos=rotary.fine_cos[layer],
-        fine_sin=rotary.fine_sin[layer],
-    )
+    return jax.tree.map(lambda rows: rows[layer], rotary)

@@ -1,0 +1,40 @@
+"""How published tensors map to parameters. Published linear layers are ``[out, in]``, those here ``[in, out]``."""
+
+import math
+
+import numpy as np
+
+from models.families import Tensor
+
+Path = tuple[str, ...]
+
+
+def verbatim(name: str, shape: tuple[int, ...], path: Path, *index: int) -> Tensor:
+    """A tensor kept as published."""
+    return Tensor(name, shape, ((path, index),), lambda array: (array,), lambda part: part)
+
+
+def linear(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], path: Path, *index: int) -> Tensor:
+    """A linear layer, transposed; several input or output axes (heads) are flattened in the published form."""
+    flat = (math.prod(outputs), math.prod(inputs))
+    return Tensor(
+        name,
+        flat,
+        ((path, index),),
+        lambda array: (array.T.reshape(*inputs, *outputs),),
+        lambda part: part.reshape(flat[1], flat[0]).T,
+    )
+
+
+def split_linear(name: str, sizes: tuple[int, int, int, int], uk: Path, uv: Path, *index: int) -> Tensor:
+    """``kv_b_proj``: per head ``W_UK [K, C]`` above ``W_UV [V, C]``; kept as ``[H, K, C]`` and ``[H, C, V]``."""
+    heads, nope, value, latent = sizes
+
+    def unpack(array: np.ndarray) -> tuple[np.ndarray, ...]:
+        per_head = array.reshape(heads, nope + value, latent)
+        return per_head[:, :nope], per_head[:, nope:].swapaxes(1, 2)
+
+    def pack(w_uk: np.ndarray, w_uv: np.ndarray) -> np.ndarray:
+        return np.concatenate([w_uk, w_uv.swapaxes(1, 2)], axis=1).reshape(heads * (nope + value), latent)
+
+    return Tensor(name, (heads * (nope + value), latent), ((uk, index), (uv, index)), unpack, pack)
