@@ -8,7 +8,7 @@ VENV := .venv/bin
 READY := .venv/.ready
 PARITY_READY := .venv-parity/.ready
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
-BENCHMARKS := $(wildcard tests/bench/bench_*.py pallas_kernels/bench.py)
+BENCHMARKS := $(wildcard tests/*/bench*.py pallas_kernels/bench.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help .venv demo test lint parity bench notebooks extras lock clean
@@ -42,7 +42,7 @@ parity: $(PARITY_READY)  ## write the transformers fixtures anew and compare the
 	.venv-parity/bin/python tools/parity/write_fixtures.py --check
 
 bench: $(READY)  ## run every benchmark
-	$(if $(BENCHMARKS),,$(error no benchmark found in tests/bench or pallas_kernels))
+	$(if $(BENCHMARKS),,$(error no benchmark found: tests/*/bench*.py, pallas_kernels/bench.py))
 	@set -e; for file in $(BENCHMARKS); do \
 	  module=$$(echo $${file%.py} | tr / .); echo "== $$module"; $(VENV)/python -m $$module; done
 
