@@ -1,0 +1,92 @@
+"""How prefill is cut into blocks, and the cost by which a block and its attention form are chosen.
+
+A block is a number of tokens sent through all layers together. Large blocks amortise the up-projection of the expanded
+form, small ones waste less on padding. The choice is made inside the compiled program, per block, from what is left to
+compute and how many rows are visible.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from irminsul.view import Form
+
+Mode = Literal["deterministic", "fast"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """``tokens`` a block, attending in ``form``."""
+
+    tokens: int
+    form: Form
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """Work of one block in multiply-adds: ``tokens * (fixed + rows * per_pair) + rows * per_row``.
+
+    ``fixed`` is the model without attention; the others are indexed by form. ``efficiency`` divides the attention
+    terms: what share of the rate of plain matrix products the form reaches.
+    """
+
+    fixed: float
+    per_pair: dict[str, float]
+    per_row: dict[str, float]
+
+    def __hash__(self) -> int:
+        return hash((self.fixed, *self.per_pair.items(), *self.per_row.items()))
+
+    def __call__(self, block: Block, tokens: Int[Array, ""], rows: Int[Array, ""]) -> Float[Array, ""]:
+        """Work a computed token when ``tokens`` of the block are real and the last sees ``rows`` rows."""
+        rows = rows.astype(jnp.float32)
+        work = block.tokens * (self.fixed + rows * self.per_pair[block.form]) + rows * self.per_row[block.form]
+        return work / jnp.minimum(tokens, block.tokens).astype(jnp.float32)
+
+
+DETERMINISTIC_BLOCKS = (Block(64, "absorbed"),)
+LATENT_BLOCKS = (Block(64, "absorbed"), Block(256, "expanded"), Block(1024, "expanded"))
+GROUPED_BLOCKS = (Block(64, "absorbed"), Block(256, "absorbed"), Block(1024, "absorbed"))
+
+
+def blocks_for(model: Any, mode: Mode) -> tuple[Block, ...]:
+    """The blocks a compiled prefill may use.
+
+    Raises:
+      ValueError: for an unknown mode.
+    """
+    if mode not in ("deterministic", "fast"):
+        raise ValueError(f"mode={mode!r} is unknown; choose 'deterministic' or 'fast'")
+    if mode == "deterministic":
+        return DETERMINISTIC_BLOCKS
+    return LATENT_BLOCKS if model.row_format.kind == "latent" else GROUPED_BLOCKS
+
+
+def cost_model(model: Any) -> CostModel:
+    """Counts the work of a model's blocks from its parameters and the head sizes in its config."""
+    config, rows = model.config, model.row_format
+    fixed = float(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
+    fixed -= model.vocab_size * config.hidden_size  # the embedding is a lookup and the head runs once
+    if rows.kind == "grouped":
+        pair = 2.0 * rows.num_layers * config.num_attention_heads * rows.latent_width // rows.rope_heads
+        return CostModel(fixed, {"absorbed": pair}, {"absorbed": 0.0})
+    heads = rows.num_layers * config.num_attention_heads
+    up = config.qk_nope_head_dim + config.v_head_dim
+    return CostModel(
+        fixed,
+        per_pair={
+            "absorbed": heads * (2.0 * rows.latent_width + rows.rope_width),
+            "expanded": heads * (up + float(rows.rope_width)),
+        },
+        per_row={"absorbed": 0.0, "expanded": heads * float(up * rows.latent_width)},
+    )
+
+
+def choose_block(
+    blocks: tuple[Block, ...], cost: CostModel, remaining: Int[Array, ""], rows: Int[Array, ""]
+) -> Int[Array, ""]:
+    """Index of the block with the least work a computed token."""
+    return jnp.argmin(jnp.stack([cost(block, remaining, rows) for block in blocks]))

@@ -1,0 +1,123 @@
+"""The content cache: pool, page tree, registry and clock as one value.
+
+A step takes a ``ContentCache`` and returns the next one. The old one is consumed, host arrays included, unless the
+step was called with ``donate=False``; using it again raises ``ConsumedError``.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from irminsul import fingerprint, page_tree, registry
+from irminsul.chunking import ChunkingConfig
+from irminsul.page_tree import PageTree
+from irminsul.pool import LatentPool, Storage, new_pool
+from irminsul.registry import Registry
+
+
+class ConsumedError(RuntimeError):
+    """A cache was used after a step had taken it over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheConfig:
+    """Static shape of a cache.
+
+    Fields:
+      num_pages: pages in the pool (``N``).
+      page_size: rows a page (``G``).
+      max_prompt_tokens: capacity of the compiled prefill.
+      max_new_tokens: rows that decoding may add to one request.
+      storage: rotary keys kept rotated at their ``base`` position, or ``unrotated``.
+      dtype: of the rows.
+      chunking: cuts, segments and anchors.
+    """
+
+    num_pages: int
+    page_size: int = 64
+    max_prompt_tokens: int = 4096
+    max_new_tokens: int = 256
+    storage: Storage = "base"
+    dtype: str = "float32"
+    chunking: ChunkingConfig = ChunkingConfig()
+
+    def __post_init__(self):
+        for name in ("num_pages", "page_size", "max_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must not be negative")
+        if self.storage not in ("base", "unrotated"):
+            raise ValueError(f"storage={self.storage!r} is unknown; choose 'base' or 'unrotated'")
+
+    @property
+    def table_entries(self) -> int:
+        """Entries of a page table (``S``): four a page of tokens, which a span of ``min_reuse`` tokens cannot
+        exceed.""" return 4 * -(-(self.max_prompt_tokens + self.max_new_tokens) // self.page_size) + 8
+
+
+@struct.dataclass
+class ContentCache:
+    """Everything a cache knows. ``pool`` is None for a cache that only plans.
+
+    ``namespaces`` lists the keys (``fingerprint.key_bytes`` of namespace, model digest, adapter and format) in order of
+    first use; a page belongs to one of them by index. ``clock`` counts steps; the tree counts along, which is how a
+    consumed cache is told from a current one.
+    """
+
+    pool: LatentPool | None
+    tree: PageTree
+    registry: Registry
+    clock: int
+    namespaces: tuple[bytes, ...] = struct.field(pytree_node=False)
+    config: CacheConfig = struct.field(pytree_node=False)
+
+    def require_alive(self) -> None:
+        """Raises ``ConsumedError`` if a step has taken this cache over."""
+        if self.clock != int(self.tree.clock) or (self.pool is not None and self.pool.is_deleted()):
+            raise ConsumedError(
+                f"cache at clock={self.clock} was consumed by a later step; keep the cache that step returned, "
+                "or pass donate=False"
+            )
+
+    def copy(self) -> "ContentCache":
+        """An independent cache with the same content."""
+        self.require_alive()
+        pool = jax.tree.map(jnp.copy, self.pool)
+        return self.replace(pool=pool, tree=self.tree.copy(), registry=self.registry.copy())
+
+
+def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
+    """An empty cache; without ``row_format`` it plans and keeps the tree, but holds no rows."""
+    pool = None
+    if row_format is not None:
+        pool = new_pool(row_format, config.num_pages, config.page_size, config.dtype)
+    return ContentCache(
+        pool=pool,
+        tree=page_tree.new_page_tree(config.num_pages, config.page_size),
+        registry=registry.new_registry(
+            config.num_pages, config.page_size, config.chunking.anchor_every, config.chunking.mean_tokens
+        ),
+        clock=0,
+        namespaces=(),
+        config=config,
+    )
+
+
+def cache_format(config: CacheConfig, row_format: Any) -> bytes:
+    """The cache format as key bytes: what must be equal for one row to be read by another model run."""
+    fields = dataclasses.astuple(row_format) if row_format is not None else ()
+    chunking = dataclasses.astuple(config.chunking)
+    return fingerprint.key_bytes(
+        *(str(x) for x in (*fields, config.dtype, config.storage, config.page_size, *chunking))
+    )
+
+
+def open_namespace(cache: ContentCache, key: bytes) -> tuple[ContentCache, int]:
+    """The index of a namespace key, added if it is new."""
+    if key in cache.namespaces:
+        return cache, cache.namespaces.index(key)
+    return cache.replace(namespaces=(*cache.namespaces, key)), len(cache.namespaces)

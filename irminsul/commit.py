@@ -1,0 +1,123 @@
+"""How a request changes a cache: pages are chosen, claimed, and at the end made findable.
+
+``allocate`` decides and changes nothing, so every refusal comes before any change. Between ``claim`` and ``finish``
+the rows exist but no fingerprint leads to them; a request that is dropped half-way leaves pages that age out like any
+other.
+"""
+
+import numpy as np
+
+from irminsul import page_tree, registry
+from irminsul.cache import ContentCache
+from irminsul.page_tree import FREE, NONE, ORPHAN, PageTree
+from irminsul.placement import FreshPage, Placement
+from irminsul.plan import ROOT_WINDOW, PromptContent, ReusePlan
+
+
+class PoolTooSmallError(ValueError):
+    """A prompt needs more pages than the pool can free for it."""
+
+
+def pages_in_use(tree: PageTree, plan: ReusePlan) -> np.ndarray:
+    """``bool [N]``: the pages a plan reads."""
+    used = np.zeros(tree.num_pages, bool)
+    used[[piece.page for span in plan.spans for piece in span.pieces]] = True
+    return used
+
+
+def allocate(tree: PageTree, placement: Placement, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Chooses pages for the fresh pages of ``placement``: free ones first, then evicted ones. Changes nothing.
+
+    ``keep [N]`` marks pages that must survive. Returns ``(pages, evicted)``.
+
+    Raises:
+      PoolTooSmallError: if not enough pages can be had.
+    """
+    need = len(placement.fresh)
+    free = np.flatnonzero(tree.namespace == FREE)[:need]
+    evicted = page_tree.pages_to_evict(tree, need - len(free), keep)
+    if len(free) + len(evicted) < need:
+        raise PoolTooSmallError(
+            f"num_pages={tree.num_pages} is too small: the prompt needs {need} fresh pages and "
+            f"{len(free) + len(evicted)} can be freed; raise num_pages or shorten the prompt"
+        )
+    return np.concatenate([free, evicted]).astype(np.int32), evicted
+
+
+def claim(tree: PageTree, fresh: tuple[FreshPage, ...], pages: np.ndarray, tokens: np.ndarray, namespace: int) -> None:
+    """Hands ``pages`` to a request, in place: what their rows will hold and where they hang in the tree.
+
+    ``tokens`` may end before the room in the pages does; decoding fills the rest.
+    """
+    for page, record in zip(pages.tolist(), fresh, strict=True):
+        held = tokens[record.begin : record.end]
+        tree.tokens[page] = -1
+        tree.tokens[page, : len(held)] = held
+        tree.fill[page] = len(held)
+        tree.base_position[page] = record.begin
+        tree.namespace[page] = namespace
+        tree.pure[page] = tree.decoded[page] = False
+        evicted_parent = record.parent >= 0 and tree.namespace[record.parent] != namespace
+        page_tree.attach(tree, page, ORPHAN if evicted_parent else record.parent, record.parent_end)
+
+
+def finish(
+    cache: ContentCache, plan: ReusePlan, content: PromptContent, fresh: tuple[FreshPage, ...], pages: np.ndarray
+) -> None:
+    """Makes the rows of a request findable, in place.
+
+    ``content`` is that of the whole sequence whose rows were written: the prompt and the decoded tokens behind it.
+    """
+    tree, tokens = cache.tree, content.tokens
+    pure_end = next((span.begin for span in plan.spans if not span.computed and not span.exact), plan.length)
+    page_of, row_of = np.full(len(tokens), -1, np.int32), np.zeros(len(tokens), np.int32)
+    for page, record in zip(pages.tolist(), fresh, strict=True):
+        held = tokens[record.begin : record.end]
+        if not len(held):
+            page_tree.release(tree, page)
+            continue
+        tree.tokens[page, : len(held)] = held
+        tree.fill[page] = len(held)
+        tree.pure[page, : max(0, pure_end - record.begin)] = True
+        tree.decoded[page, max(0, plan.length - record.begin) : len(held)] = True
+        tree.pure[page, len(held) :] = False
+        if record.copied_rows and _settle_copy(tree, page, record.copied_from):
+            continue
+        page_of[record.begin : record.begin + len(held)] = page
+        row_of[record.begin : record.begin + len(held)] = np.arange(len(held))
+    _insert_hints(cache, content, page_of, row_of, pure_end)
+
+
+def _settle_copy(tree: PageTree, page: int, source: int) -> bool:
+    """Keeps one of a page and the page it was copied from where one says all the other does; true if ``page`` goes."""
+    if tree.namespace[source] != tree.namespace[page] or tree.parent[source] != tree.parent[page]:
+        return False
+    shared = min(int(tree.fill[page]), int(tree.fill[source]))
+    if not np.array_equal(tree.tokens[page, :shared], tree.tokens[source, :shared]):
+        return False
+    redundant = tree.fill[page] <= shared and tree.first_child[page] == NONE
+    if redundant and (tree.pure[page, :shared] <= tree.pure[source, :shared]).all():
+        page_tree.release(tree, page)
+        return True
+    if tree.first_child[source] == NONE and (tree.pure[source, :shared] <= tree.pure[page, :shared]).all():
+        page_tree.release(tree, source)
+    return False
+
+
+def _insert_hints(
+    cache: ContentCache, content: PromptContent, page_of: np.ndarray, row_of: np.ndarray, pure_end: int
+) -> None:
+    """Hints for the ranges that end in a fresh row; their beginnings may lie in pages to the left."""
+    tree, hints = cache.tree, cache.registry
+
+    def add(table: registry.HintTable, ends: np.ndarray, keys: np.ndarray, limit: int) -> None:
+        here = ends <= limit
+        here[here] = page_of[ends[here] - 1] >= 0
+        last = ends[here] - 1
+        registry.insert(table, tree, keys[here], page_of[last], row_of[last] + 1, cache.clock)
+
+    length = len(content.tokens)
+    add(hints.content, content.anchor_ends, content.anchor_fingerprints, length)
+    add(hints.content, content.chunk_ends, content.chunk_fingerprints, length)
+    add(hints.chain, content.chunk_ends, content.chain_fingerprints, pure_end)
+    add(hints.chain, np.array([ROOT_WINDOW]), np.array([content.root_fingerprint]), min(length, pure_end))

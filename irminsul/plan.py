@@ -1,0 +1,271 @@
+"""From a prompt to a reuse plan: which tokens are served from stored rows, from which, and why the others are not.
+
+The plan is made on the host over the page tree and changes nothing. Matching is greedy from left to right: the exact
+prefix first, then every shifted span that a content fingerprint leads to, verified token by token and grown to both
+sides.
+"""
+
+import dataclasses
+
+import numpy as np
+import xxhash
+from jaxtyping import Int8, Int32, UInt64
+
+from irminsul import chunking, fingerprint, registry
+from irminsul.page_tree import PageTree, Piece, join, walk_left, walk_right
+from irminsul.policies import Policy
+from irminsul.registry import Registry
+
+# Every token of a prompt ends in exactly one of these. From "new" on they are reasons for having been computed:
+# never seen; in a match shorter than min_reuse; kept out by the sink carve-out; last of the prompt; recomputed on
+# purpose; reusable but not served under this policy; seen before but its page is gone.
+BINS = ("exact", "shifted", "new", "short", "sink", "last", "repair", "refused", "evicted")
+EXACT, SHIFTED, NEW, SHORT, SINK, LAST, REPAIR, REFUSED, EVICTED = range(len(BINS))
+
+
+ROOT_WINDOW = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptContent:
+    """What the content of a prompt says by itself: its cuts and fingerprints, whatever the cache holds.
+
+    Ends are exclusive token indices. ``chunk_ends`` finishes with the prompt's length; ``segment_ends`` are the chunk
+    ends behind which a fresh page starts. ``root_fingerprint`` is the chain fingerprint of the first ``ROOT_WINDOW``
+    tokens, by which prompts too short to hold a whole chunk find each other.
+    """
+
+    tokens: Int32[np.ndarray, " T"]
+    chunk_ends: np.ndarray
+    segment_ends: np.ndarray
+    chunk_fingerprints: UInt64[np.ndarray, " K"]
+    chain_fingerprints: UInt64[np.ndarray, " K"]
+    root_fingerprint: np.uint64
+    anchor_ends: np.ndarray
+    anchor_fingerprints: UInt64[np.ndarray, " A"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Tokens ``[begin, end)`` of the prompt, reused from ``pieces`` (prompt order) or computed (``pieces`` empty)."""
+
+    begin: int
+    end: int
+    exact: bool
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def computed(self) -> bool:
+        return not self.pieces
+
+
+@dataclasses.dataclass(frozen=True)
+class ReusePlan:
+    """Spans covering the prompt once, in order, and the bin of every token."""
+
+    content: PromptContent
+    namespace: int
+    spans: tuple[Span, ...]
+    bin_of_token: Int8[np.ndarray, " T"]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.content.tokens)
+
+    @property
+    def bins(self) -> dict[str, int]:
+        """Tokens by bin; the values sum to the prompt's length."""
+        counts = np.bincount(self.bin_of_token, minlength=len(BINS))
+        return {name: int(count) for name, count in zip(BINS, counts, strict=True)}
+
+
+def read_content(
+    tokens: np.ndarray,
+    config: chunking.ChunkingConfig,
+    key: bytes,
+    hash_function: fingerprint.HashFunction = xxhash.xxh64_intdigest,
+) -> PromptContent:
+    """Cuts a prompt and fingerprints its pieces under ``key`` (namespace, model, adapter, format)."""
+    tokens = np.ascontiguousarray(tokens, np.int32)
+    cuts = chunking.boundaries(tokens, config)
+    seed = fingerprint.key_seed(key, hash_function)
+    begins = np.concatenate([np.zeros(1, cuts.chunk_ends.dtype), cuts.chunk_ends[:-1]])
+    chunk_fingerprints = fingerprint.range_fingerprints(seed, tokens, begins, cuts.chunk_ends, hash_function)
+    root = fingerprint.range_fingerprints(seed, tokens, np.zeros(1, np.int64), np.array([ROOT_WINDOW]), hash_function)
+    return PromptContent(
+        tokens=tokens,
+        chunk_ends=cuts.chunk_ends,
+        segment_ends=cuts.segment_ends,
+        chunk_fingerprints=chunk_fingerprints,
+        chain_fingerprints=fingerprint.chain_fingerprints(seed, chunk_fingerprints, hash_function),
+        root_fingerprint=fingerprint.chain_fingerprints(seed, root, hash_function)[0],
+        anchor_ends=cuts.anchor_ends,
+        anchor_fingerprints=fingerprint.range_fingerprints(
+            seed, tokens, cuts.anchor_ends - config.anchor_window, cuts.anchor_ends, hash_function
+        ),
+    )
+
+
+def plan_prompt(
+    tree: PageTree, hints: Registry, content: PromptContent, namespace: int, policy: Policy, anchor_window: int
+) -> ReusePlan:
+    """Plans a prompt of at least one token. ``namespace`` is the owner id that pages must carry to be used."""
+    tokens = content.tokens
+    bins = np.full(len(tokens), NEW, np.int8)
+    spans: list[Span] = []
+    exact = _exact_prefix(tree, hints, content, namespace, policy) if policy.exact else []
+    exact_end = exact[-1].position + exact[-1].row_end - exact[-1].row_begin if exact else 0
+    if exact:
+        spans.append(Span(0, exact_end, True, tuple(exact)))
+        bins[:exact_end] = EXACT
+    if policy.shifted != "ignore":
+        spans += _shifted_spans(tree, hints, content, namespace, policy, anchor_window, exact_end, bins)
+    elif not policy.exact:
+        bins[:] = REFUSED
+    bins[-1] = LAST
+    return ReusePlan(content, namespace, tuple(_fill_gaps(spans, len(tokens))), bins)
+
+
+def _fill_gaps(spans: list[Span], length: int) -> list[Span]:
+    filled, position = [], 0
+    for span in spans:
+        if span.begin > position:
+            filled.append(Span(position, span.begin, False))
+        filled.append(span)
+        position = span.end
+    if position < length:
+        filled.append(Span(position, length, False))
+    return filled
+
+
+def _exact_prefix(
+    tree: PageTree, hints: Registry, content: PromptContent, namespace: int, policy: Policy
+) -> list[Piece]:
+    """The longest stored path from the root that spells the prompt's beginning in pure rows; never the last token."""
+    tokens, stop = content.tokens, len(content.tokens) - 1
+    whole = int(np.searchsorted(content.chunk_ends, stop, side="right"))
+    ends = np.concatenate([[min(ROOT_WINDOW, stop)], content.chunk_ends[:whole]])
+    keys = np.concatenate([[content.root_fingerprint], content.chain_fingerprints[:whole]])
+    live, _, bucket = registry.lookup(hints.chain, tree, keys)
+    for candidate in np.flatnonzero(live.any(axis=1))[::-1]:
+        end = int(ends[candidate])
+        for slot in np.flatnonzero(live[candidate]):
+            page = int(hints.chain.page[bucket[candidate], slot])
+            row_end = int(hints.chain.row_end[bucket[candidate], slot])
+            if tree.namespace[page] != namespace:
+                continue
+            pieces, at_root = walk_left(tree, tokens, end, page, row_end)
+            if at_root and all(tree.pure[p.page, p.row_begin : p.row_end].all() for p in pieces):
+                right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=True)
+                return _truncate(join(pieces + right), policy.exact_granularity)
+    return []
+
+
+def _truncate(pieces: list[Piece], granularity: int) -> list[Piece]:
+    """Cuts a path from position 0 down to a multiple of ``granularity`` tokens."""
+    end = pieces[-1].position + pieces[-1].row_end - pieces[-1].row_begin
+    end -= end % granularity
+    kept = [piece for piece in pieces if piece.position < end]
+    if kept:
+        last = kept[-1]
+        kept[-1] = last._replace(row_end=min(last.row_end, last.row_begin + end - last.position))
+    return kept
+
+
+def _shifted_spans(
+    tree: PageTree,
+    hints: Registry,
+    content: PromptContent,
+    namespace: int,
+    policy: Policy,
+    anchor_window: int,
+    begin: int,
+    bins: np.ndarray,
+) -> list[Span]:
+    """Greedy left-to-right cover of ``[begin, T-1)`` by shifted spans; writes the bins of what it looks at."""
+    tokens, stop = content.tokens, len(content.tokens) - 1
+    ends, keys, lengths = _candidates(content, policy, anchor_window)
+    keep = (ends > begin) & (ends <= stop)
+    ends, keys, lengths = ends[keep], keys[keep], lengths[keep]
+    live, stale, bucket = registry.lookup(hints.content, tree, keys)
+    for candidate in np.flatnonzero(stale.any(axis=1) & ~live.any(axis=1)):
+        window = bins[max(begin, ends[candidate] - lengths[candidate]) : ends[candidate]]
+        window[window == NEW] = EVICTED
+    spans: list[Span] = []
+    position = begin
+    for candidate in np.flatnonzero(live.any(axis=1)):
+        end, length = int(ends[candidate]), int(lengths[candidate])
+        if end <= position:
+            continue
+        for slot in np.flatnonzero(live[candidate]):
+            page = int(hints.content.page[bucket[candidate], slot])
+            row_end = int(hints.content.row_end[bucket[candidate], slot])
+            if tree.namespace[page] != namespace:
+                continue
+            pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy)
+            if not pieces:
+                continue
+            position = _accept(pieces, tree.base_position, policy, bins, spans, position)
+            break
+    return spans
+
+
+def _candidates(content: PromptContent, policy: Policy, anchor_window: int) -> tuple[np.ndarray, ...]:
+    """Ends, fingerprints and lengths of the ranges to look up, in prompt order."""
+    if policy.discovery == "anchors":
+        return content.anchor_ends, content.anchor_fingerprints, np.full(len(content.anchor_ends), anchor_window)
+    begins = np.concatenate([[0], content.chunk_ends[:-1]])
+    return content.chunk_ends, content.chunk_fingerprints, content.chunk_ends - begins
+
+
+def _grow(
+    tree: PageTree,
+    tokens: np.ndarray,
+    floor: int,
+    end: int,
+    length: int,
+    stop: int,
+    page: int,
+    row_end: int,
+    policy: Policy,
+) -> list[Piece]:
+    """The pieces a hint leads to: the window verified, then extended. Empty when the window's tokens differ."""
+    if not policy.extension:
+        floor = max(floor, end - length)
+    left, _ = walk_left(tree, tokens, end, page, row_end, floor=floor)
+    matched = end - left[0].position if left else 0
+    if matched < min(length, end - floor):
+        return []
+    right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=False) if policy.extension else []
+    return join(left + right)
+
+
+def _accept(
+    pieces: list[Piece], base_position: np.ndarray, policy: Policy, bins: np.ndarray, spans: list[Span], position: int
+) -> int:
+    """Applies carve-out, minimum and refusal to a verified match; returns where planning goes on."""
+    begin, end = pieces[0].position, pieces[-1].position + pieces[-1].row_end - pieces[-1].row_begin
+    served = _carve_out(pieces, base_position, policy.sink_tokens)
+    served_begin = served[0].position if served else end
+    bins[begin:served_begin] = SINK
+    if end - served_begin < policy.min_reuse:
+        bins[served_begin:end] = SHORT
+        return position
+    if policy.shifted == "refuse":
+        bins[served_begin:end] = REFUSED
+        return end
+    bins[served_begin:end] = SHIFTED
+    spans.append(Span(served_begin, end, False, tuple(served)))
+    return end
+
+
+def _carve_out(pieces: list[Piece], base_position: np.ndarray, sink_tokens: int) -> list[Piece]:
+    """Drops leading rows that stand at, or were computed at, a position below ``sink_tokens``."""
+    served = []
+    for piece in pieces:
+        first = min(piece.position, int(base_position[piece.page]) + piece.row_begin)
+        drop = 0 if served else max(0, sink_tokens - first)
+        if piece.row_begin + drop < piece.row_end:
+            served.append(piece._replace(row_begin=piece.row_begin + drop, position=piece.position + drop))
+    return served

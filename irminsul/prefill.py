@@ -1,0 +1,307 @@
+"""Cached prefill: plan a prompt, compute what is not stored, attend to everything through one page table.
+
+Planning is host code; computing is one compiled program per model and capacity, whatever the prompt: pages copied on
+write, then a ``while_loop`` over blocks of computed tokens in position order, each through all layers, writing its
+rows in place and attending to the page table. With ``M`` computed tokens its cost is ``a M + b (sum of their
+positions)``.
+"""
+
+import dataclasses
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int, Int32
+
+from irminsul import fingerprint, page_tree
+from irminsul.blocks import Block, CostModel, Mode, blocks_for, choose_block, cost_model
+from irminsul.cache import ContentCache, cache_format, open_namespace
+from irminsul.commit import allocate, claim, finish, pages_in_use
+from irminsul.placement import FreshPage, assign, place
+from irminsul.plan import PromptContent, ReusePlan, plan_prompt, read_content
+from irminsul.policies import Policy, get_policy
+from irminsul.pool import LatentPool, Storage, copy_pages
+from irminsul.view import PagedView
+from pallas_kernels.page_table import PageTable
+
+COPY_CAPACITY = 8
+
+
+@struct.dataclass
+class PrefillBatch:
+    """What the compiled program reads: computed tokens in position order, padded, and the page table ``[1, S]``."""
+
+    tokens: Int[Array, " P"]
+    positions: Int[Array, " P"]
+    write_page: Int[Array, " P"]
+    write_row: Int[Array, " P"]
+    count: Int[Array, ""]
+    page_table: PageTable
+    copy_source: Int[Array, " K"]
+    copy_target: Int[Array, " K"]
+    copy_count: Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prefilled request: its plan, its pages, and where decoding writes.
+
+    ``slots [D, 2]`` are page and row of the tokens behind the prompt; ``entries`` the page table so far, ``(page_id,
+    row_begin, row_end, target_position, base_position)``.
+    """
+
+    plan: ReusePlan
+    policy: Policy
+    key: bytes
+    fresh: tuple[FreshPage, ...]
+    pages: Int32[np.ndarray, " F"]
+    entries: Int32[np.ndarray, "S 5"]
+    slots: Int32[np.ndarray, "D 2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillResult:
+    """``logits [V]`` after the prompt's last token, the next cache, the request, and milliseconds by step.
+
+    ``hidden [M, D]`` holds the final hidden state of every computed token if it was asked for.
+    """
+
+    logits: Float[Array, " V"] | None
+    cache: ContentCache
+    request: Request
+    timings: dict[str, float]
+    hidden: Float[Array, "M D"] | None = None
+
+
+def request_key(cache: ContentCache, model: Any, namespace: str, adapter: str) -> bytes:
+    """The key bytes of a request: two requests share rows only if every field is equal."""
+    digest = "" if model is None else model.digest
+    row_format = None if model is None else model.row_format
+    return fingerprint.key_bytes(namespace, digest, adapter, cache_format(cache.config, row_format))
+
+
+def prefill(
+    model: Any,
+    cache: ContentCache,
+    tokens: np.ndarray,
+    policy: str | Policy = "irminsul",
+    *,
+    namespace: str = "default",
+    adapter: str = "",
+    new_tokens: int = 0,
+    mode: Mode = "fast",
+    donate: bool = True,
+    keep_hidden: bool = False,
+) -> PrefillResult:
+    """Serves a prompt from the cache. Follow it with ``complete`` to keep its rows for later requests.
+
+    Args:
+      model: params, rotary table and forward function (``models.families.Model``), or None to plan only.
+      tokens: the prompt, int ``[T]``.
+      policy: name or ``Policy``.
+      namespace, adapter: together with the model's digest and the cache format, who may share these rows.
+      new_tokens: rows to reserve behind the prompt for decoding.
+      mode: ``deterministic`` or ``fast``.
+      donate: take the cache over in place; otherwise it stays valid and is copied.
+      keep_hidden: return the hidden state of every computed token.
+
+    Raises:
+      ValueError: for an empty prompt, one beyond the model's or the cache's limit, or a token id out of range.
+      PoolTooSmallError: if the pool cannot hold the prompt. In every case the cache is unchanged.
+      ConsumedError: if the cache was taken over by an earlier step.
+    """
+    started = time.perf_counter()
+    policy = get_policy(policy)
+    cache.require_alive()
+    tokens = _validated(tokens, model, cache, new_tokens)
+    blocks = () if model is None else blocks_for(model, mode)
+    key = request_key(cache, model, namespace, adapter)
+    cache, owner = open_namespace(cache, key)
+    content = read_content(tokens, cache.config.chunking, key)
+    plan = plan_prompt(cache.tree, cache.registry, content, owner, policy, cache.config.chunking.anchor_window)
+    placement = place(cache.tree, plan, rotate=policy.rotate, extra_tokens=new_tokens)
+    keep = pages_in_use(cache.tree, plan)
+    pages, evicted = allocate(cache.tree, placement, keep)
+    placement = assign(placement, pages)
+    planned = time.perf_counter()
+
+    cache = _next_step(cache, donate)
+    for page in evicted.tolist():
+        page_tree.release(tree, page)
+    claim(cache.tree, placement.fresh, pages, tokens, owner)
+    cache.tree.last_used[keep] = cache.clock
+    cache.tree.last_used[pages] = cache.clock
+    request = Request(
+        plan, policy, key, placement.fresh, pages, placement.entries, decode_slots(placement.fresh, pages, plan.length)
+    )
+    logits = hidden = None
+    if model is not None:
+        batch = pack_batch(cache, plan, placement.positions, placement.write_page, placement.write_row, request)
+        logits, hidden, pool = run_prefill(
+            model, cache.pool, batch, blocks=blocks, cost=cost_model(model), storage=cache.config.storage,
+            keep_hidden=keep_hidden,
+        )  # fmt: skip
+        cache = cache.replace(pool=pool)
+        logits = jax.block_until_ready(logits)
+    computed = time.perf_counter()
+    timings = {"plan_ms": 1e3 * (planned - started), "prefill_ms": 1e3 * (computed - planned)}
+    return PrefillResult(logits, cache, request, timings, hidden)
+
+
+def complete(cache: ContentCache, request: Request, generated: np.ndarray | None = None) -> ContentCache:
+    """Ends a request: its rows become findable (or are given back, if the policy keeps none). Works in place.
+
+    ``generated`` are the tokens whose rows decoding wrote behind the prompt.
+    """
+    tree = cache.tree
+    if not request.policy.register:
+        for page in request.pages.tolist():
+            page_tree.release(tree, page)
+        return cache
+    content: PromptContent = request.plan.content
+    if generated is not None and len(generated):
+        whole = np.concatenate([content.tokens, np.asarray(generated, np.int32)])
+        content = read_content(whole, cache.config.chunking, request.key)
+    tree.last_used[request.pages] = cache.clock
+    finish(cache, request.plan, content, request.fresh, request.pages)
+    return cache
+
+
+def _validated(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: int) -> np.ndarray:
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 1 or tokens.size == 0:
+        raise ValueError(f"tokens has shape {tokens.shape}; a prompt needs at least one token, as a 1-d array of ids")
+    limit = cache.config.max_prompt_tokens
+    if tokens.size > limit:
+        raise ValueError(f"tokens holds {tokens.size} tokens, more than max_prompt_tokens={limit}; raise it or shorten")
+    if not 0 <= new_tokens <= cache.config.max_new_tokens:
+        raise ValueError(f"new_tokens={new_tokens} is outside 0..max_new_tokens={cache.config.max_new_tokens}")
+    if tokens.min() < 0 or tokens.max() >= np.iinfo(np.int32).max:
+        raise ValueError(f"tokens holds the id {tokens.min()}; ids must be non-negative int32")
+    if model is not None:
+        if tokens.max() >= model.vocab_size:
+            raise ValueError(f"tokens holds the id {tokens.max()}, outside vocab_size={model.vocab_size} of the model")
+        if tokens.size + new_tokens > model.max_position:
+            raise ValueError(
+                f"prompt of {tokens.size} and {new_tokens} new tokens exceed max_position_embeddings="
+                f"{model.max_position} of the model; shorten the prompt"
+            )
+        if cache.pool is None:
+            raise ValueError("cache holds no pool (plan only); create it with the model's row_format to serve a model")
+    return tokens.astype(np.int32)
+
+
+def _next_step(cache: ContentCache, donate: bool) -> ContentCache:
+    if not donate:
+        cache = cache.copy()
+    cache.tree.clock[...] = cache.clock + 1
+    return cache.replace(clock=cache.clock + 1)
+
+
+def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -> np.ndarray:
+    """Page and row of every reserved position at or behind ``length``."""
+    slots = [
+        (page, position - record.begin)
+        for page, record in zip(pages.tolist(), fresh, strict=True)
+        for position in range(max(length, record.begin), record.end)
+        if record.end > length
+    ]
+    return np.asarray(slots, np.int32).reshape(-1, 2)
+
+
+def pack_batch(
+    cache: ContentCache,
+    plan: ReusePlan,
+    positions: np.ndarray,
+    write_page: np.ndarray,
+    write_row: np.ndarray,
+    request: Request,
+) -> PrefillBatch:
+    """Pads a placement to the capacities of the compiled program."""
+    capacity, entries = cache.config.max_prompt_tokens, cache.config.table_entries
+
+    def pad(values: np.ndarray, fill: int) -> np.ndarray:
+        return np.concatenate([values, np.full(capacity - len(values), fill, np.int32)])
+
+    table = np.zeros((1, entries, 5), np.int32)
+    table[0, : len(request.entries)] = request.entries
+    copies = [
+        (r.copied_from, page) for r, page in zip(request.fresh, request.pages.tolist(), strict=True) if r.copied_rows
+    ]
+    copied = np.zeros((2, COPY_CAPACITY), np.int32)
+    copied[:, : len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2).T
+    return PrefillBatch(
+        tokens=pad(plan.content.tokens[positions], 0),
+        positions=pad(positions, -1),
+        write_page=pad(write_page, cache.tree.num_pages),
+        write_row=pad(write_row, 0),
+        count=np.int32(len(positions)),
+        page_table=PageTable(*(table[..., field] for field in range(5))),
+        copy_source=copied[0],
+        copy_target=copied[1],
+        copy_count=np.int32(len(copies)),
+    )
+
+
+@partial(jax.jit, static_argnames=("blocks", "cost", "storage", "keep_hidden"), donate_argnames=("pool",))
+def run_prefill(
+    model: Any,
+    pool: LatentPool,
+    batch: PrefillBatch,
+    *,
+    blocks: tuple[Block, ...],
+    cost: CostModel,
+    storage: Storage,
+    keep_hidden: bool,
+) -> tuple[Float[Array, " V"], Float[Array, "P D"] | None, LatentPool]:
+    """The compiled program: logits after the last computed token, hidden states if kept, and the pool in place."""
+    largest = max(block.tokens for block in blocks)
+    pool = copy_pages(pool, batch.copy_source, batch.copy_target, batch.copy_count)
+    padded = jax.tree.map(
+        lambda array, fill: jnp.concatenate([array, jnp.full((largest,), fill, array.dtype)]),
+        (batch.tokens, batch.positions, batch.write_page, batch.write_row),
+        (0, -1, pool.num_pages, 0),
+    )
+
+    def run_block(block: Block, start: Int[Array, ""], pool: LatentPool) -> tuple[Array, LatentPool]:
+        tokens, positions, write_page, write_row = (
+            lax.dynamic_slice_in_dim(array, start, block.tokens) for array in padded
+        )
+        view = PagedView(
+            pool=pool,
+            page_table=batch.page_table,
+            query_position=positions,
+            query_offsets=jnp.array([0, block.tokens], jnp.int32),
+            write_page=write_page,
+            write_row=write_row,
+            write_position=positions,
+            form=block.form,
+            storage=storage,
+        )
+        hidden, view = model.forward(tokens, positions, view)
+        return hidden, view.pool
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        start, pool, last, kept = carry
+        rows = padded[1][jnp.minimum(start, batch.count - 1)] + 1
+        choice = choose_block(blocks, cost, batch.count - start, rows)
+
+        def branch(block: Block, pool: LatentPool, kept: Any) -> tuple[Any, ...]:
+            hidden, pool = run_block(block, start, pool)
+            last = hidden[jnp.minimum(batch.count - start, block.tokens) - 1]
+            if keep_hidden:
+                kept = lax.dynamic_update_slice_in_dim(kept, hidden, start, axis=0)
+            return start + block.tokens, pool, last, kept
+
+        return lax.switch(choice, [partial(branch, block) for block in blocks], pool, kept)
+
+    width, dtype = model.config.hidden_size, model.dtype
+    kept = jnp.zeros((len(padded[0]), width), dtype) if keep_hidden else None
+    carry = (jnp.int32(0), pool, jnp.zeros(width, dtype), kept)
+    _, pool, last, kept = lax.while_loop(lambda carry: carry[0] < batch.count, step, carry)
+    return model.unembed(last), kept, pool

@@ -1,0 +1,119 @@
+"""Fingerprints to places: two hint tables over the page tree.
+
+A hint says "a token range with this fingerprint ended at row ``row_end`` of ``page``, when the page had this serial".
+It is never proof: whoever follows it compares token ids along the tree, so collisions and stale hints cost a look and
+nothing else. The *content* table finds ranges at any position (chunks, windows, anchors); the *chain* table finds
+ends of exact prefixes (the fingerprint covers everything from position 0).
+
+Tables are set-associative: a fingerprint picks a bucket of eight slots. Lookup reads one bucket; insertion takes the
+slot of the same fingerprint, else a stale one, else the oldest. Both cost the same at any size, and the arrays have the
+same form on an accelerator.
+"""
+
+from dataclasses import fields
+
+import numpy as np
+from flax import struct
+from jaxtyping import Bool, Int32, UInt64
+
+from irminsul.page_tree import PageTree
+
+WAYS = 8
+
+
+@struct.dataclass
+class HintTable:
+    """``K`` buckets (a power of two) of eight hints.
+
+    Fields: ``key`` the fingerprint; ``page``, ``row_end``, ``serial`` the place (``serial`` -1: never used); ``age``
+    the clock of the insertion.
+    """
+
+    key: UInt64[np.ndarray, "K 8"]
+    page: Int32[np.ndarray, "K 8"]
+    row_end: Int32[np.ndarray, "K 8"]
+    serial: Int32[np.ndarray, "K 8"]
+    age: Int32[np.ndarray, "K 8"]
+
+    def copy(self) -> "HintTable":
+        """An independent table with the same content."""
+        return HintTable(**{field.name: getattr(self, field.name).copy() for field in fields(self)})
+
+
+@struct.dataclass
+class Registry:
+    """The two tables of one cache."""
+
+    content: HintTable
+    chain: HintTable
+
+    def copy(self) -> "Registry":
+        """An independent registry with the same content."""
+        return Registry(self.content.copy(), self.chain.copy())
+
+
+def new_hint_table(hints: int) -> HintTable:
+    """A table that holds ``hints`` at a third of its slots, so that a full bucket is rare."""
+    buckets = 1 << max(0, (3 * max(1, hints) // WAYS - 1).bit_length())
+    shape = (buckets, WAYS)
+    return HintTable(
+        key=np.zeros(shape, np.uint64),
+        page=np.zeros(shape, np.int32),
+        row_end=np.zeros(shape, np.int32),
+        serial=np.full(shape, -1, np.int32),
+        age=np.zeros(shape, np.int32),
+    )
+
+
+def new_registry(num_pages: int, page_size: int, anchor_every: int, mean_chunk: int) -> Registry:
+    """Tables sized for a full pool."""
+    rows = num_pages * page_size
+    chunks = -(-rows // mean_chunk)
+    return Registry(content=new_hint_table(-(-rows // anchor_every) + chunks), chain=new_hint_table(chunks))
+
+
+def _bucket(table: HintTable, keys: np.ndarray) -> np.ndarray:
+    return (keys & np.uint64(table.key.shape[0] - 1)).astype(np.int64)
+
+
+def lookup(
+    table: HintTable, tree: PageTree, keys: UInt64[np.ndarray, " n"]
+) -> tuple[Bool[np.ndarray, "n 8"], Bool[np.ndarray, "n 8"], np.ndarray]:
+    """Looks up ``n`` fingerprints.
+
+    Returns ``(live, stale, bucket)``: which slots of ``bucket [n]`` hold a hint with that fingerprint whose page still
+    is what it was, and which hold one whose page has changed hands since.
+    """
+    bucket = _bucket(table, keys)
+    known = (table.key[bucket] == keys[:, None]) & (table.serial[bucket] >= 0)
+    current = tree.serial[table.page[bucket]] == table.serial[bucket]
+    return known & current, known & ~current, bucket
+
+
+def insert(
+    table: HintTable,
+    tree: PageTree,
+    keys: UInt64[np.ndarray, " n"],
+    page: Int32[np.ndarray, " n"],
+    row_end: Int32[np.ndarray, " n"],
+    clock: int,
+) -> None:
+    """Inserts ``n`` hints in place, in order: the last of equal fingerprints stays."""
+    pending = np.arange(len(keys))
+    buckets = _bucket(table, keys)
+    while len(pending):
+        # One hint a bucket and round, so that a round is one vectorised update.
+        _, first = np.unique(buckets[pending], return_index=True)
+        now = pending[np.sort(first)]
+        bucket = buckets[now]
+        stale = tree.serial[table.page[bucket]] != table.serial[bucket]
+        preference = table.age[bucket].astype(np.int64)
+        preference[stale] = -1
+        preference[(table.key[bucket] == keys[now, None]) & (table.serial[bucket] >= 0)] = -2
+        slot = preference.argmin(axis=1)
+        table.key[bucket, slot] = keys[now]
+        table.page[bucket, slot] = page[now]
+        table.row_end[bucket, slot] = row_end[now]
+        table.serial[bucket, slot] = tree.serial[page[now]]
+        table.age[bucket, slot] = clock
+        pending = np.delete(pending, np.sort(first))

@@ -1,0 +1,106 @@
+"""The paged KV view: what a model's forward sees when the cache serves it.
+
+The view writes the block's rows into their pages and attends through the page table, so prefill blocks and decode steps
+differ only in their arrays.
+"""
+
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from irminsul.pool import LatentPool, Storage
+from pallas_kernels.page_table import PageTable
+from pallas_kernels.rotary import RotaryTable, rotate
+from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
+from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, rotated_latent_attention
+
+Form = Literal["absorbed", "expanded"]
+
+
+@struct.dataclass
+class PagedView:
+    """One block of ``M`` computed tokens of ``B`` requests.
+
+    Fields:
+      pool: rows of all pages; the block's are written before it attends.
+      page_table: ``[B, S]`` entries, the block's own rows included.
+      query_position: position of each token, negative for padding.
+      query_offsets: ``[B + 1]`` ranges of tokens by request.
+      write_page, write_row: slot of each token; padding has ``write_page >= N`` and is dropped.
+      write_position: position each token's key is stored for (``storage="base"``).
+      form: MLA attention ``absorbed`` (scores in the latent space) or ``expanded`` (keys projected up; one request).
+      storage: ``base`` or ``unrotated`` keys.
+      implementation: of the attention op, None for the fastest.
+    """
+
+    pool: LatentPool
+    page_table: PageTable
+    query_position: Int[Array, " M"]
+    query_offsets: Int[Array, " B1"]
+    write_page: Int[Array, " M"]
+    write_row: Int[Array, " M"]
+    write_position: Int[Array, " M"]
+    form: Form = struct.field(pytree_node=False, default="absorbed")
+    storage: Storage = struct.field(pytree_node=False, default="base")
+    implementation: str | None = struct.field(pytree_node=False, default=None)
+
+    def attend_latent(
+        self,
+        layer: Int[Array, ""],
+        q_nope: Float[Array, "M H K"],
+        q_rope: Float[Array, "M H R"],
+        c_kv: Float[Array, "M C"],
+        k_rope: Float[Array, "M R"],
+        w_uk: Float[Array, "H K C"],
+        w_uv: Float[Array, "H C V"],
+        rotary: RotaryTable,
+        scale: float,
+    ) -> tuple[Float[Array, "M H V"], "PagedView"]:
+        """Multi-head latent attention over the page table."""
+        view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
+        pages = (view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary)
+        if self.form == "expanded":
+            out, _ = expanded_latent_attention(
+                q_nope, q_rope, self.query_position, *pages, w_uk, w_uv,
+                scale=scale, implementation=self.implementation,
+            )  # fmt: skip
+            return out, view
+        q_latent = jnp.einsum("MHK,HKC->MHC", q_nope, w_uk)
+        out, _ = rotated_latent_attention(
+            q_latent, q_rope, self.query_position, self.query_offsets, *pages,
+            scale=scale, implementation=self.implementation,
+        )  # fmt: skip
+        return jnp.einsum("MHC,HCV->MHV", out, w_uv), view
+
+    def attend_grouped(
+        self,
+        layer: Int[Array, ""],
+        query: Float[Array, "M H D"],
+        key: Float[Array, "M J D"],
+        value: Float[Array, "M J D"],
+        rotary: RotaryTable,
+        scale: float,
+    ) -> tuple[Float[Array, "M H D"], "PagedView"]:
+        """Grouped-query attention over the page table."""
+        tokens, key_heads, _ = key.shape
+        stored = self._stored_key(key, rotary)
+        view = self._write(layer, value.reshape(tokens, -1), stored.reshape(tokens, -1))
+        out, _ = rotated_grouped_attention(
+            query, self.query_position, self.query_offsets,
+            view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary,
+            key_heads=key_heads, scale=scale, implementation=self.implementation,
+        )  # fmt: skip
+        return out, view
+
+    def _stored_key(self, key: Float[Array, "M *heads R"], rotary: RotaryTable) -> Float[Array, "M *heads R"]:
+        return rotate(key, self.write_position, rotary) if self.storage == "base" else key
+
+    def _write(self, layer: Int[Array, ""], latent: Float[Array, "M C"], rope: Float[Array, "M R"]) -> "PagedView":
+        at = (layer, self.write_page, self.write_row)
+        pool = LatentPool(
+            self.pool.latent_pages.at[at].set(latent.astype(self.pool.latent_pages.dtype), mode="drop"),
+            self.pool.rope_pages.at[at].set(rope.astype(self.pool.rope_pages.dtype), mode="drop"),
+        )
+        return self.replace(pool=pool)
