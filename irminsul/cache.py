@@ -55,8 +55,8 @@ class CacheConfig:
 
     @property
     def table_entries(self) -> int:
-        """Entries of a page table (``S``): four a page of tokens, which a span of ``min_reuse`` tokens cannot
-        exceed.""" return 4 * -(-(self.max_prompt_tokens + self.max_new_tokens) // self.page_size) + 8
+        """Entries of a page table (``S``): four a page of tokens, more than spans of ``min_reuse`` tokens can need."""
+        return 4 * -(-(self.max_prompt_tokens + self.max_new_tokens) // self.page_size) + 8
 
 
 @struct.dataclass

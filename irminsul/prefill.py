@@ -287,7 +287,7 @@ def run_prefill(
         return hidden, view.pool
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        start, pool, last, kept = carry
+        start, pool, _, kept = carry
         rows = padded[1][jnp.minimum(start, batch.count - 1)] + 1
         choice = choose_block(blocks, cost, batch.count - start, rows)
 
