@@ -8,7 +8,7 @@ Keys are handed over before rotation: where a key is stored, and for which posit
 arrive rotated to their position. YaRN's attention amplitude, where a model has one, is already multiplied into both.
 """
 
-from typing import Protocol, Self
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class KVView(Protocol):
         w_uv: Float[Array, "H C V"],
         rotary: RotaryTable,
         scale: float,
-    ) -> tuple[Float[Array, "M H V"], Self]:
+    ) -> tuple[Float[Array, "M H V"], Any]:
         """MLA: stores ``(c_kv, k_rope)`` of the block at ``layer`` and attends, absorbed or expanded."""
         ...
 
@@ -44,7 +44,7 @@ class KVView(Protocol):
         value: Float[Array, "M J D"],
         rotary: RotaryTable,
         scale: float,
-    ) -> tuple[Float[Array, "M H D"], Self]:
+    ) -> tuple[Float[Array, "M H D"], Any]:
         """GQA/MHA with ``J`` key heads: stores keys and values of the block at ``layer`` and attends."""
         ...
 
