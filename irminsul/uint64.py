@@ -36,7 +36,7 @@ def from_numpy(values: UInt64Array[np.ndarray, "..."]) -> UInt64:
 
 def to_numpy(value: UInt64) -> UInt64Array[np.ndarray, "..."]:
     """The uint64 array on the host."""
-    return (np.asarray(value.high, np.uint64) << np.uint64(32)) | np.asarray(value.low, np.uint64)
+    return np.asarray((np.asarray(value.high, np.uint64) << np.uint64(32)) | np.asarray(value.low, np.uint64))
 
 
 def add(a: UInt64, b: UInt64) -> UInt64:
