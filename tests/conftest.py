@@ -7,6 +7,29 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from jaxtyping import install_import_hook
 
+
+def _register_unchecked(cls, data_fields, meta_fields, **_):
+    """Registers a structure whose unflattening bypasses the checked ``__init__``.
+
+    jax rebuilds structures with leaves that are no arrays (argument descriptions, shapes, specs); only what the project
+    itself constructs is checked.
+    """
+
+    def flatten_with_keys(value):
+        children = [(jax.tree_util.GetAttrKey(name), getattr(value, name)) for name in data_fields]
+        return children, tuple(getattr(value, name) for name in meta_fields)
+
+    def unflatten(meta, data):
+        value = object.__new__(cls)
+        for name, leaf in zip([*data_fields, *meta_fields], [*data, *meta], strict=True):
+            object.__setattr__(value, name, leaf)
+        return value
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    return cls
+
+
+jax.tree_util.register_dataclass = _register_unchecked  # flax.struct registers its dataclasses through it
 install_import_hook(["irminsul", "models", "pallas_kernels"], "beartype.beartype")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
