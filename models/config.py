@@ -1,7 +1,7 @@
 """The static config of the MLA family, field for field that of a Hugging Face ``config.json``."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from models.rotary import RopeParameters, rope_parameters
@@ -139,16 +139,19 @@ class MLAConfig:
             raise ValueError(
                 f"num_key_value_heads={key_heads} contradicts num_attention_heads={heads}: MLA keeps one latent for all"
             )
-        known = {item.name for item in fields(cls)} - {"rope_parameters", "model_type"}
-        values = {name: config[name] for name in known if config.get(name) is not None}
+        given = [item for item in fields(cls) if item.name not in ("rope_parameters", "model_type")]
+        missing = [item.name for item in given if item.default is MISSING and config.get(item.name) is None]
+        if missing:
+            raise ValueError(f"{missing[0]} is missing from the config of a {model_type} model; add it")
+        values = {item.name: config[item.name] for item in given if config.get(item.name) is not None}
+        for name in ("rms_norm_eps", "routed_scaling_factor"):
+            if name in values:
+                values[name] = float(values[name])
         if model_type == "deepseek_v3":
             values = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True} | values
         if isinstance(values.get("eos_token_id"), list):
             values["eos_token_id"] = tuple(values["eos_token_id"])
-        try:
-            return cls(model_type=model_type, rope_parameters=rope_parameters(config), **values)
-        except TypeError as error:
-            raise ValueError(f"config of model_type={config['model_type']!r}: {error}; add the field") from error
+        return cls(model_type=model_type, rope_parameters=rope_parameters(config), **values)
 
     def to_dict(self) -> dict[str, Any]:
         """The ``config.json`` this config was read from, as far as it touches the computation."""

@@ -71,10 +71,13 @@ def rope_parameters(config: Mapping[str, Any]) -> RopeParameters:
             f"partial_rotary_factor={scaling['partial_rotary_factor']} is not supported; use a model that rotates "
             "its whole rotary width"
         )
+    kinds = {"original_max_position_embeddings": int, "truncate": bool}  # the rest are floats, written as 1 or 1.0
     known = {field.name for field in fields(RopeParameters)} - {"rope_type"}
-    values = {name: value for name, value in scaling.items() if name in known and value is not None}
+    values: dict[str, Any] = {
+        name: kinds.get(name, float)(value) for name, value in scaling.items() if name in known and value is not None
+    }
     if "rope_theta" not in values and config.get("rope_theta") is not None:
-        values["rope_theta"] = config["rope_theta"]
+        values["rope_theta"] = float(config["rope_theta"])
     if rope_type in ("yarn", "llama3"):
         trained = values.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings"))
         if "factor" not in values and trained and config.get("max_position_embeddings"):

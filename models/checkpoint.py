@@ -1,0 +1,174 @@
+"""Published checkpoints to parameters and back, and checkpoints of our own.
+
+A published checkpoint is a folder with ``config.json`` and safetensors. Tensors are read one at a time into the stacked
+parameters, so that memory holds the model once. Everything is checked by name and shape before the first is read.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from models import families
+from models.families import Family, Model
+from models.safetensors_reader import CheckpointError, Stored, read_folder
+
+DEFAULT_SHARD_BYTES = 5 * 2**30
+PRETRAINED = Path(__file__).parent / "pretrained"
+
+
+def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
+    """A model from a folder with ``config.json`` and safetensors, or a checkpoint that comes with the project.
+
+    Args:
+      name_or_path: a folder, or the name of one in ``models/pretrained``.
+      dtype: of weights and arithmetic.
+
+    Raises:
+      FileNotFoundError: if there is no such folder, listing the names there are.
+      CheckpointError: for a missing, extra, misshaped or truncated tensor, by name.
+      ValueError: for a config that is unsupported or contradicts itself.
+    """
+    folder = Path(name_or_path)
+    if not (folder / "config.json").exists():
+        folder = PRETRAINED / str(name_or_path)
+    if not (folder / "config.json").exists():
+        names = sorted(path.parent.name for path in PRETRAINED.glob("*/config.json"))
+        raise FileNotFoundError(
+            f"{str(name_or_path)!r} is neither a folder with config.json nor a checkpoint of this project "
+            f"({', '.join(names) or 'none yet'})"
+        )
+    fields = json.loads((folder / "config.json").read_text())
+    family, config = families.read_config(fields)
+    block = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    return families.model(family, config, read_parameters(family, config, read_folder(folder, tuple(block)), dtype))
+
+
+def read_parameters(family: Family, config: Any, stored: Mapping[str, Stored], dtype: Any) -> Any:
+    """Fills the parameter tree from published tensors.
+
+    Raises:
+      CheckpointError: for a missing, extra or misshaped tensor, before any is read.
+    """
+    tensors = list(family.tensors(config))
+    check_tensors(family, config, stored)
+    shapes = families.abstract(family, config, dtype)
+    filled = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
+    for tensor in tensors:
+        parts = tensor.unpack(np.asarray(stored[tensor.name].read()))
+        for (path, index), part in zip(tensor.parts, parts, strict=True):
+            _at(filled, path)[index] = part
+    return jax.tree.map(jnp.asarray, filled)
+
+
+def check_tensors(family: Family, config: Any, stored: Mapping[str, Stored]) -> None:
+    """Compares names and shapes with what the config asks for.
+
+    Raises:
+      CheckpointError: naming the first tensor that is missing, misshaped or extra, and how many more there are.
+    """
+    expected = {tensor.name: tensor.shape for tensor in family.tensors(config)}
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        raise CheckpointError(f"tensor {missing[0]!r} is missing{_more(missing)}; the checkpoint is incomplete")
+    for name, shape in expected.items():
+        if stored[name].shape != shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {stored[name].shape}, but the config asks for {shape}; "
+                "config.json and weights belong to different models"
+            )
+    extra = [name for name in stored if name not in expected and not family.ignored(config, name)]
+    if extra:
+        raise CheckpointError(
+            f"tensor {extra[0]!r} has no place in a {config.model_type} model{_more(extra)}; "
+            "config.json and weights belong to different models"
+        )
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+def save_safetensors(model: Model, folder: str | Path, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+    """Writes ``config.json`` and the weights as published; beyond ``shard_bytes``, in shards with an index."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    params = jax.tree.map(np.asarray, model.params)
+    shards: list[dict[str, np.ndarray]] = [{}]
+    for tensor in model.family.tensors(model.config):
+        parts = [_at(params, path)[index] for path, index in tensor.parts]
+        array = np.ascontiguousarray(tensor.pack(*parts))
+        if shards[-1] and sum(stored.nbytes for stored in shards[-1].values()) + array.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][tensor.name] = array
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{shard + 1:05d}-of-{len(shards):05d}.safetensors" for shard in range(len(shards))]
+        places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        index = {"metadata": {"total_size": sum(a.nbytes for s in shards for a in s.values())}, "weight_map": places}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    _write_config(model, folder)
+
+
+def _write_config(model: Model, folder: Path) -> None:
+    fields = model.family.config_to_dict(model.config)
+    (folder / "config.json").write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n")
+
+
+def save(model: Model, folder: str | Path) -> None:
+    """Writes parameters as an orbax checkpoint under ``folder/params``, and ``config.json`` beside it."""
+    import orbax.checkpoint  # takes seconds to import, and serving needs it not
+
+    folder = Path(folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "params", model.params, force=True)
+    _write_config(model, folder)
+
+
+def restore(folder: str | Path, dtype: Any = None) -> Model:
+    """Reads what ``save`` wrote; ``dtype`` None keeps that of the embedding.
+
+    Raises:
+      FileNotFoundError: if the folder holds no such checkpoint.
+      CheckpointError: if its parameters are not those of its config.
+    """
+    import orbax.checkpoint
+
+    folder = Path(folder).absolute()
+    if not (folder / "params").exists() or not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} holds no checkpoint; it needs config.json and params")
+    family, config = families.read_config(json.loads((folder / "config.json").read_text()))
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.metadata(folder / "params").item_metadata
+        dtype = dtype or saved["embed"].dtype
+        expected = families.abstract(family, config, dtype)
+        _check_tree(expected, saved)
+        params = checkpointer.restore(folder / "params", expected)
+    return families.model(family, config, params)
+
+
+def _check_tree(expected: Any, saved: Any) -> None:
+    def shapes(tree):
+        return {jax.tree_util.keystr(path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+    expected, saved = shapes(expected), shapes(saved)
+    for name in sorted({*expected, *saved}):
+        if expected.get(name) != saved.get(name):
+            raise CheckpointError(
+                f"tensor {name} has shape {saved.get(name)}, but the config asks for {expected.get(name)}; "
+                "config.json and weights belong to different models"
+            )
