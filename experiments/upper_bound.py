@@ -1,7 +1,7 @@
 """What position-free reuse can reach at most: prompt tokens that lie inside a 64-token window seen before.
 
-Earlier prompts and responses of the same scope count as seen, as does the exact prefix shared with any of them. It counts
-equal tokens; it says nothing about the quality of reused rows.
+Earlier prompts and responses of the same scope count as seen, as does the exact prefix shared with any of them. It
+counts equal tokens; it says nothing about the quality of reused rows.
 """
 
 import numpy as np
@@ -38,10 +38,10 @@ def _mix(tokens: Int32[np.ndarray, " T"]) -> UInt64[np.ndarray, " T"]:
 
 
 class SeenWindows:
-    """The windows of one scope: an open-addressing hash table of their hashes, 16 to 32 bytes for each distinct window.
+    """The windows of one scope: an open-addressing table of their hashes, 16 to 32 bytes for each distinct window.
 
-    Lookups and insertions are vectorised over a request: all probe at once, those that met a foreign hash probe the next
-    slot. Hashes are compared, not tokens: with 10^8 windows the chance that any is counted wrongly is below 10^-3.
+    Lookups and insertions are vectorised over a request: all probe at once, those that met a foreign hash probe the
+    next slot. Hashes are compared, not tokens: with 10^8 windows the chance that any is counted wrongly is below 10^-3.
     """
 
     def __init__(self, window: int = WINDOW):

@@ -7,7 +7,18 @@ import sysconfig
 from pathlib import Path
 
 # Modules whose public functions become tool schemas: what an agent's tools look like.
-TOOL_MODULES = ("shutil", "subprocess", "json", "glob", "textwrap", "difflib", "csv", "calendar", "zipfile", "tempfile", "urllib/request", "statistics")  # fmt: skip
+TOOL_MODULES = (
+    "shutil",
+    "subprocess",
+    "json",
+    "glob",
+    "textwrap",
+    "difflib",
+    "csv",
+    "calendar",
+    "zipfile",
+    "statistics",
+)
 JSON_TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string"}
 
 

@@ -87,7 +87,9 @@ def _compose(shape: SessionShape, encoder: Encoder, generator: random.Random) ->
     tools = _fill(map(tool_text, _shuffled(corpus.tool_schemas(), generator)), encoder, static // 4)
     notes = _shuffled(corpus.docstrings(), generator)
     middle = len(notes) // 2
-    first = "You are an assistant that answers questions about source files.\n\n" + _text(notes[:middle], encoder, static // 8)
+    first = "You are an assistant that answers questions about source files.\n\n" + _text(
+        notes[:middle], encoder, static // 8
+    )
     second = _text(notes[middle:], encoder, static // 8)
     files = _shuffled(corpus.source_files(), generator)
     size = static // 2 // 5

@@ -104,6 +104,6 @@ def _message(message: Any) -> Message:
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError("a message needs a role and text content")
     for call in message.get("tool_calls") or ():
-        function = call["function"]
-        content += f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}}}\n</tool_call>'
+        name, arguments = json.dumps(call["function"]["name"]), call["function"]["arguments"]
+        content += f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
     return Message(role, content)

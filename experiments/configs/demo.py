@@ -1,0 +1,22 @@
+"""A session whose header changes every turn, served by four policies: the two-minute demonstration."""
+
+from ml_collections import ConfigDict
+
+from experiments.configs import replay
+
+
+def get_config() -> ConfigDict:
+    """The replay of one generated session of eight turns."""
+    config = replay.get_config()
+    config.update(
+        study="demo",
+        scenario="agent_meta",
+        turns=8,
+        prompt_tokens=4096,
+        policy="full,prefix,naive,irminsul",
+        model="irminsul-mini-mla",
+        pages=320,
+        live_table=True,
+        resume=False,
+    )
+    return config

@@ -1,0 +1,92 @@
+"""Plots of a replay: where every prompt token came from, how long the first token took, what it cost in fidelity."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+# Reused in blues, computed in warm colours and greys: the eye sums each family. Order of stacking.
+COLOURS = {
+    "exact": "#1f4e8c",
+    "shifted": "#6baed6",
+    "new": "#d9622b",
+    "refused": "#e9a15b",
+    "evicted": "#b3362c",
+    "short": "#f3cf9b",
+    "sink": "#8c8c8c",
+    "repair": "#7b5ea7",
+    "last": "#3b3b3b",
+}
+LINES = {"full": "#d9622b", "prefix": "#8c8c8c", "naive": "#b3362c", "irminsul": "#1f4e8c"}
+STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
+
+
+def by_turn(rows: Sequence[dict[str, Any]], policy: str, value) -> tuple[np.ndarray, np.ndarray]:
+    """Turns and the mean of ``value(row)`` over traces at each turn."""
+    groups: dict[int, list[float]] = {}
+    for row in rows:
+        if row["policy"] == policy and value(row) is not None:
+            groups.setdefault(row["turn"], []).append(value(row))
+    turns = np.array(sorted(groups))
+    return turns, np.array([np.mean(groups[turn]) for turn in turns])
+
+
+def plot_bins(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: str, path: Path) -> None:
+    """Stacked bars: prompt tokens by bin at each turn, one panel a policy, and the upper bound as a line."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            1,
+            len(policies),
+            figsize=(max(7.5, 2.6 * len(policies)), 3.4),
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        shown = [name for name in COLOURS if any(row["bins"].get(name) for row in rows)]
+        for axis, policy in zip(axes[0], policies, strict=True):
+            bottom: np.ndarray | float = 0.0
+            for name in shown:
+                turns, tokens = by_turn(rows, policy, lambda row, name=name: row["bins"].get(name, 0))
+                width = 0.85 if len(turns) < 40 else 1.0
+                axis.bar(turns + 1, tokens, width, bottom=bottom, color=COLOURS[name], label=name)
+                bottom = bottom + tokens
+            turns, reachable = by_turn(rows, policy, lambda row: row["reachable"])
+            axis.plot(turns + 1, reachable, "k_", markersize=8, label="seen before (upper bound)")
+            axis.set_title(policy, fontsize=9, loc="left")
+            axis.set_xlabel("turn")
+        axes[0, 0].set_ylabel("prompt tokens (mean over traces)" if _traces(rows) > 1 else "prompt tokens")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), frameon=False, fontsize=8)
+        figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def plot_latency(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: str, path: Path) -> None:
+    """Time to first token at each turn; beside it the KL divergence from full prefill, on a logarithmic axis."""
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained", width_ratios=(3, 2))
+        for policy in policies:
+            colour = LINES.get(policy)
+            turns, times = by_turn(rows, policy, lambda row: row["timings"]["ttft_ms"])
+            left.plot(turns + 1, times, "o-", color=colour, markersize=4, label=policy)
+            turns, divergence = by_turn(rows, policy, lambda row: row.get("kl"))
+            if policy != "full" and len(turns):
+                right.plot(turns + 1, np.maximum(divergence, 1e-12), "o-", color=colour, markersize=4, label=policy)
+        left.set(xlabel="turn", ylabel="time to first token (ms)", ylim=(0, None))
+        right.set(xlabel="turn", ylabel="KL to full prefill (nats)", yscale="log")
+        left.legend(frameon=False, fontsize=8)
+        right.legend(frameon=False, fontsize=8)
+        figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _traces(rows: Sequence[dict[str, Any]]) -> int:
+    return len({row["trace"] for row in rows})
