@@ -87,7 +87,7 @@ class ContentCache:
         """An independent cache with the same content."""
         self.require_alive()
         pool = jax.tree.map(jnp.copy, self.pool)
-        return self.replace(pool=pool, tree=self.tree.copy(), registry=self.registry.copy())
+        return dataclasses.replace(self, pool=pool, tree=self.tree.copy(), registry=self.registry.copy())
 
 
 def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
@@ -120,4 +120,4 @@ def open_namespace(cache: ContentCache, key: bytes) -> tuple[ContentCache, int]:
     """The index of a namespace key, added if it is new."""
     if key in cache.namespaces:
         return cache, cache.namespaces.index(key)
-    return cache.replace(namespaces=(*cache.namespaces, key)), len(cache.namespaces)
+    return dataclasses.replace(cache, namespaces=(*cache.namespaces, key)), len(cache.namespaces)

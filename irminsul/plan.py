@@ -262,7 +262,7 @@ def _accept(
 
 def _carve_out(pieces: list[Piece], base_position: np.ndarray, sink_tokens: int) -> list[Piece]:
     """Drops leading rows that stand at, or were computed at, a position below ``sink_tokens``."""
-    served = []
+    served: list[Piece] = []
     for piece in pieces:
         first = min(piece.position, int(base_position[piece.page]) + piece.row_begin)
         drop = 0 if served else max(0, sink_tokens - first)

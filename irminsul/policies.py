@@ -10,7 +10,7 @@ irminsul        exact prefixes, then shifted rows with delta-rotated keys (arXiv
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ POLICIES = {
 }
 
 
-def get_policy(policy: str | Policy, **overrides) -> Policy:
+def get_policy(policy: str | Policy, **overrides: Any) -> Policy:
     """A policy by name, with fields overridden.
 
     Raises:

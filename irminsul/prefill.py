@@ -27,7 +27,7 @@ from irminsul.plan import PromptContent, ReusePlan, plan_prompt, read_content
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import LatentPool, Storage, copy_pages
 from irminsul.view import PagedView
-from pallas_kernels.page_table import PageTable
+from pallas_kernels.page_table import PageTable, page_table_from_array
 
 COPY_CAPACITY = 8
 
@@ -146,7 +146,7 @@ def prefill(
             model, cache.pool, batch, blocks=blocks, cost=cost_model(model), storage=cache.config.storage,
             keep_hidden=keep_hidden,
         )  # fmt: skip
-        cache = cache.replace(pool=pool)
+        cache = dataclasses.replace(cache, pool=pool)
         logits = jax.block_until_ready(logits)
     computed = time.perf_counter()
     timings = {"plan_ms": 1e3 * (planned - started), "prefill_ms": 1e3 * (computed - planned)}
@@ -200,7 +200,7 @@ def _next_step(cache: ContentCache, donate: bool) -> ContentCache:
     if not donate:
         cache = cache.copy()
     cache.tree.clock[...] = cache.clock + 1
-    return cache.replace(clock=cache.clock + 1)
+    return dataclasses.replace(cache, clock=cache.clock + 1)
 
 
 def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -> np.ndarray:
@@ -235,17 +235,19 @@ def pack_batch(
     ]
     copied = np.zeros((2, COPY_CAPACITY), np.int32)
     copied[:, : len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2).T
-    return PrefillBatch(
-        tokens=pad(plan.content.tokens[positions], 0),
-        positions=pad(positions, -1),
-        write_page=pad(write_page, cache.tree.num_pages),
-        write_row=pad(write_row, 0),
-        count=np.int32(len(positions)),
-        page_table=PageTable(*(table[..., field] for field in range(5))),
-        copy_source=copied[0],
-        copy_target=copied[1],
-        copy_count=np.int32(len(copies)),
+    fields = jax.device_put(
+        {
+            "tokens": pad(plan.content.tokens[positions], 0),
+            "positions": pad(positions, -1),
+            "write_page": pad(write_page, cache.tree.num_pages),
+            "write_row": pad(write_row, 0),
+            "count": np.int32(len(positions)),
+            "copy_source": copied[0],
+            "copy_target": copied[1],
+            "copy_count": np.int32(len(copies)),
+        }
     )
+    return PrefillBatch(page_table=page_table_from_array(table), **fields)
 
 
 @partial(jax.jit, static_argnames=("blocks", "cost", "storage", "keep_hidden"), donate_argnames=("pool",))

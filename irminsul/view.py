@@ -4,6 +4,7 @@ The view writes the block's rows into their pages and attends through the page t
 differ only in their arrays.
 """
 
+import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attenti
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, rotated_latent_attention
 
 Form = Literal["absorbed", "expanded"]
+Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
 
 @struct.dataclass
@@ -44,7 +46,7 @@ class PagedView:
     write_position: Int[Array, " M"]
     form: Form = struct.field(pytree_node=False, default="absorbed")
     storage: Storage = struct.field(pytree_node=False, default="base")
-    implementation: str | None = struct.field(pytree_node=False, default=None)
+    implementation: Implementation | None = struct.field(pytree_node=False, default=None)
 
     def attend_latent(
         self,
@@ -103,4 +105,4 @@ class PagedView:
             self.pool.latent_pages.at[at].set(latent.astype(self.pool.latent_pages.dtype), mode="drop"),
             self.pool.rope_pages.at[at].set(rope.astype(self.pool.rope_pages.dtype), mode="drop"),
         )
-        return self.replace(pool=pool)
+        return dataclasses.replace(self, pool=pool)

@@ -7,6 +7,7 @@ Notation shared by the attention ops: ``M`` query tokens, ``H`` heads, ``C`` lat
 ``L`` layers, ``N`` pages in the pool, ``G`` rows a page, ``B`` requests, ``S`` table entries a request.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -47,3 +48,8 @@ def page_table_from_entries(entries: list[tuple[int, int, int, int, int]], capac
     rows = np.zeros((capacity, 5), np.int32)
     rows[: len(entries)] = np.asarray(entries, np.int32).reshape(-1, 5)
     return PageTable(*(jnp.asarray(rows[None, :, field]) for field in range(5)))
+
+
+def page_table_from_array(entries: Int[np.ndarray, "B S 5"]) -> PageTable:
+    """A table from ``(page_id, row_begin, row_end, target_position, base_position)`` rows, moved to the device at once."""
+    return PageTable(*jax.device_put([np.ascontiguousarray(entries[..., field], np.int32) for field in range(5)]))

@@ -1,0 +1,150 @@
+"""Decoding over the pages that prefill left: each step writes one row a request and attends to its page table."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from irminsul.cache import ContentCache
+from irminsul.pool import LatentPool, Storage
+from irminsul.prefill import Request
+from irminsul.sampling import Sampling, sample
+from irminsul.view import PagedView
+from pallas_kernels.page_table import PageTable, page_table_from_array
+
+
+@struct.dataclass
+class DecodeBatch:
+    """One token of each of ``B`` requests. A request that is not running has a negative ``position`` and writes
+    nowhere."""
+
+    token: Int[Array, " B"]
+    position: Int[Array, " B"]
+    write_page: Int[Array, " B"]
+    write_row: Int[Array, " B"]
+    page_table: PageTable
+
+
+@partial(jax.jit, static_argnames=("storage",), donate_argnames=("pool",))
+def decode_step(
+    model: Any, pool: LatentPool, batch: DecodeBatch, sampling: Sampling, *, storage: Storage
+) -> tuple[Int[Array, " B"], Float[Array, "B V"], LatentPool]:
+    """Runs one token of each request; returns the next tokens, the logits they were drawn from, and the pool."""
+    requests = batch.token.shape[0]
+    view = PagedView(
+        pool=pool,
+        page_table=batch.page_table,
+        query_position=batch.position,
+        query_offsets=jnp.arange(requests + 1, dtype=jnp.int32),
+        write_page=batch.write_page,
+        write_row=batch.write_row,
+        write_position=batch.position,
+        storage=storage,
+    )
+    hidden, view = model.forward(batch.token, batch.position, view)
+    logits = model.unembed(hidden)
+    return sample(logits, sampling, batch.position + 1), logits, view.pool
+
+
+@dataclasses.dataclass
+class PageTableWriter:
+    """The growing page table of one request, on the host."""
+
+    entries: np.ndarray
+    used: int
+
+    @classmethod
+    def of(cls, request: Request, capacity: int) -> "PageTableWriter":
+        """Starts from the table prefill attended through."""
+        entries = np.zeros((capacity, 5), np.int32)
+        entries[: len(request.entries)] = request.entries
+        return cls(entries, len(request.entries))
+
+    def append(self, page: int, row: int, position: int) -> None:
+        """Makes one more row visible."""
+        last = self.entries[self.used - 1]
+        if last[0] == page and last[2] == row:
+            last[2] = row + 1
+        else:
+            self.entries[self.used] = (page, row, row + 1, position, position)
+            self.used += 1
+
+
+@dataclasses.dataclass
+class Decoding:
+    """A request being decoded.
+
+    Fields:
+      cache: with the rows of every token advanced over; taken over by ``advance``.
+      tokens: those tokens.
+      proposal, logits: the token drawn for the next position and the ``[V]`` logits it was drawn from.
+    """
+
+    cache: ContentCache
+    request: Request
+    sampling: Sampling
+    table: PageTableWriter
+    tokens: list[int]
+    proposal: int
+    logits: Float[Array, " V"]
+
+
+def start_decoding(
+    cache: ContentCache,
+    request: Request,
+    logits: Float[Array, " V"],
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> Decoding:
+    """Draws the first token behind a prefilled prompt from its ``logits``.
+
+    Raises:
+      ValueError: if a sampling parameter is out of range.
+    """
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature={temperature} must not be negative and top_p={top_p} must lie in (0, 1]")
+    sampling = Sampling(
+        *jax.device_put(
+            [np.asarray([temperature], np.float32), np.asarray([top_p], np.float32), np.asarray([seed], np.int32)]
+        )
+    )
+    table = PageTableWriter.of(request, cache.config.table_entries)
+    proposal = sample_step(logits[None], sampling, jax.device_put(np.asarray([request.plan.length], np.int32)))
+    return Decoding(cache, request, sampling, table, [], int(proposal[0]), logits)
+
+
+sample_step = jax.jit(sample)
+
+
+def advance(model: Any, decoding: Decoding, token: int) -> Decoding:
+    """Appends ``token`` (the proposal, or another one: teacher forcing), writes its row and draws the next.
+
+    Raises:
+      ValueError: if prefill reserved no row for it.
+    """
+    request, written = decoding.request, len(decoding.tokens)
+    if written >= len(request.slots):
+        raise ValueError(
+            f"new_tokens={len(request.slots)} rows were reserved by prefill and all are used; reserve more"
+        )
+    position = request.plan.length + written
+    page, row = request.slots[written].tolist()
+    decoding.table.append(page, row, position)
+    scalars = jax.device_put([np.asarray([value], np.int32) for value in (token, position, page, row)])
+    batch = DecodeBatch(*scalars, page_table_from_array(decoding.table.entries[None]))
+    cache = decoding.cache
+    proposal, logits, pool = decode_step(model, cache.pool, batch, decoding.sampling, storage=cache.config.storage)
+    return dataclasses.replace(
+        decoding,
+        cache=dataclasses.replace(cache, pool=pool),
+        tokens=[*decoding.tokens, token],
+        proposal=int(proposal[0]),
+        logits=logits[0],
+    )

@@ -1,0 +1,166 @@
+"""Serving requests one after the other from one cache, with a reason for every token that was computed."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int8
+
+from irminsul.blocks import Mode, blocks_for
+from irminsul.cache import CacheConfig, ContentCache, new_cache
+from irminsul.decode import advance, start_decoding
+from irminsul.policies import Policy, get_policy
+from irminsul.prefill import PrefillResult, complete, prefill
+from irminsul.rope import check_rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class Response:
+    """What a request got.
+
+    Fields:
+      bins: tokens of the prompt by bin (``plan.BINS``); sums to its length.
+      bin_of_token: index into ``plan.BINS`` of each prompt token.
+      logits: after the prompt's last token; None without a model.
+      tokens: generated or forced tokens.
+      step_logits: ``[n, V]``, the logits each of them was predicted by.
+      timings: milliseconds of ``plan_ms``, ``prefill_ms``, ``ttft_ms`` (request to first token known), ``decode_ms``,
+        ``register_ms``.
+      table_entries: entries of the page table after prefill.
+    """
+
+    bins: dict[str, int]
+    bin_of_token: Int8[np.ndarray, " T"]
+    logits: Float[np.ndarray, " V"] | None
+    tokens: list[int]
+    step_logits: Float[np.ndarray, "n V"] | None
+    timings: dict[str, float]
+    table_entries: int
+
+
+@dataclasses.dataclass
+class Engine:
+    """A model, a policy and the cache between requests: the only mutable object of the project.
+
+    Everything it does is a pure function of ``prefill``, ``decode`` and ``cache``; those can be called without it.
+    """
+
+    model: Any
+    cache: ContentCache
+    policy: Policy
+    mode: Mode
+
+    @classmethod
+    def create(
+        cls, model: Any, config: CacheConfig, policy: str | Policy = "irminsul", mode: Mode = "fast"
+    ) -> "Engine":
+        """An engine with an empty cache. ``model`` None plans and keeps books, without computing anything.
+
+        Raises:
+          ValueError: for an unknown policy or mode.
+          RotationError: if the model's keys cannot be moved by its rotary table.
+        """
+        policy = get_policy(policy)
+        if model is None:
+            return cls(None, new_cache(config), policy, mode)
+        blocks_for(model, mode)
+        check_rotation(model, config)
+        return cls(model, new_cache(config, model.row_format), policy, mode)
+
+    def serve(
+        self,
+        tokens: np.ndarray,
+        *,
+        namespace: str = "default",
+        adapter: str = "",
+        continuation: np.ndarray | None = None,
+        max_new_tokens: int = 0,
+        stop_tokens: tuple[int, ...] = (),
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Response:
+        """Serves one prompt and keeps its rows as the policy says.
+
+        Args:
+          tokens: the prompt.
+          namespace, adapter: who may share its rows.
+          continuation: the response to follow (teacher forcing) instead of generating; its rows are kept as decoded.
+          max_new_tokens: how many tokens to generate, fewer if one of ``stop_tokens`` comes up.
+          temperature, top_p, seed: sampling; temperature 0 is greedy.
+          on_token: called with each token as it is known.
+
+        Raises:
+          As ``prefill``. The engine can be used on afterwards.
+        """
+        started = time.perf_counter()
+        forced = None if continuation is None else np.asarray(continuation, np.int32)
+        count = max_new_tokens if forced is None else len(forced)
+        result = prefill(
+            self.model,
+            self.cache,
+            tokens,
+            self.policy,
+            namespace=namespace,
+            adapter=adapter,
+            new_tokens=count,
+            mode=self.mode,
+        )
+        self.cache = result.cache
+        first = time.perf_counter()
+        emitted: list[int] = []
+        logits: list[np.ndarray] = []
+        written = forced
+        if result.logits is not None:
+            sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+            emitted, written, logits = self._decode(result, count, forced, stop_tokens, sampling, on_token)
+        decoded = time.perf_counter()
+        self.cache = complete(self.cache, result.request, written)
+        timings = {
+            **result.timings,
+            "ttft_ms": 1e3 * (first - started),
+            "decode_ms": 1e3 * (decoded - first),
+            "register_ms": 1e3 * (time.perf_counter() - decoded),
+        }
+        return Response(
+            bins=result.request.plan.bins,
+            bin_of_token=result.request.plan.bin_of_token,
+            logits=None if result.logits is None else np.asarray(result.logits),
+            tokens=emitted,
+            step_logits=np.stack(logits) if logits else None,
+            timings=timings,
+            table_entries=len(result.request.entries),
+        )
+
+    def _decode(
+        self,
+        result: PrefillResult,
+        count: int,
+        forced: np.ndarray | None,
+        stop_tokens: tuple[int, ...],
+        sampling: dict[str, Any],
+        on_token: Callable[[int], None] | None,
+    ) -> tuple[list[int], np.ndarray, list[np.ndarray]]:
+        """Emitted tokens, those of them whose rows were written, and the logits that predicted each."""
+        if not count:
+            return [], np.zeros(0, np.int32), []
+        assert result.logits is not None
+        decoding = start_decoding(self.cache, result.request, result.logits, **sampling)
+        emitted: list[int] = []
+        logits: list[np.ndarray] = []
+        for index in range(count):
+            token = decoding.proposal if forced is None else int(forced[index])
+            emitted.append(token)
+            logits.append(np.asarray(decoding.logits))
+            if on_token is not None:
+                on_token(token)
+            last = index + 1 == count or token in stop_tokens
+            if not (last and forced is None):
+                decoding = advance(self.model, decoding, token)
+                self.cache = decoding.cache
+            if last:
+                break
+        return emitted, np.asarray(decoding.tokens, np.int32), logits

@@ -1,0 +1,34 @@
+"""Choosing the next token: greedy, temperature, nucleus."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+
+@struct.dataclass
+class Sampling:
+    """Per request: ``temperature`` (0: greedy), ``top_p`` (1: all tokens) and the seed of its random stream."""
+
+    temperature: Float[Array, " B"]
+    top_p: Float[Array, " B"]
+    seed: Int[Array, " B"]
+
+
+def sample(logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, " B"]) -> Int[Array, " B"]:
+    """The next token of each request, a function of its logits, seed and position alone (not of the batch).
+
+    Nucleus sampling (Holtzman et al., arXiv 1904.09751) keeps the smallest set of most likely tokens whose probability
+    reaches ``top_p``.
+    """
+
+    def draw(logits, temperature, top_p, seed, position):
+        order = jnp.argsort(-logits)
+        ordered = logits[order] / jnp.maximum(temperature, 1e-6)
+        probability = jax.nn.softmax(ordered)
+        before = jnp.cumsum(probability) - probability
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return order[jax.random.categorical(key, jnp.where(before < top_p, ordered, -jnp.inf))]
+
+    drawn = jax.vmap(draw)(logits, sampling.temperature, sampling.top_p, sampling.seed, position)
+    return jnp.where(sampling.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
