@@ -7,7 +7,7 @@ from typing import Any
 from models.rotary import RopeParameters, rope_parameters
 
 # Published under a name of its own, laid out and computed as deepseek_v3.
-ALIASES = {"kimi_k2": "deepseek_v3"}
+ALIASES = {"kimi_k2": "deepseek_v3", "joyai_llm_flash": "deepseek_v3"}
 
 
 @dataclass(frozen=True)
