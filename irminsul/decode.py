@@ -137,8 +137,9 @@ def advance(model: Any, decoding: Decoding, token: int) -> Decoding:
     position = request.plan.length + written
     page, row = request.slots[written].tolist()
     decoding.table.append(page, row, position)
-    scalars = jax.device_put([np.asarray([value], np.int32) for value in (token, position, page, row)])
-    batch = DecodeBatch(*scalars, page_table_from_array(decoding.table.entries[None]))
+    place = {"token": token, "position": position, "write_page": page, "write_row": row}
+    scalars = jax.device_put({name: np.asarray([value], np.int32) for name, value in place.items()})
+    batch = DecodeBatch(page_table=page_table_from_array(decoding.table.entries[None]), **scalars)
     cache = decoding.cache
     proposal, logits, pool = decode_step(model, cache.pool, batch, decoding.sampling, storage=cache.config.storage)
     return dataclasses.replace(
