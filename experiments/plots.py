@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 # Reused in blues, computed in warm colours and greys: the eye sums each family. Order of stacking.
 COLOURS = {
@@ -54,15 +55,16 @@ def plot_bins(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: st
             for name in shown:
                 turns, tokens = by_turn(rows, policy, lambda row, name=name: row["bins"].get(name, 0))
                 width = 0.85 if len(turns) < 40 else 1.0
-                axis.bar(turns + 1, tokens, width, bottom=bottom, color=COLOURS[name], label=name)
+                axis.bar(turns + 1, tokens, width, bottom=bottom, color=COLOURS[name], label=_label(name))
                 bottom = bottom + tokens
             turns, reachable = by_turn(rows, policy, lambda row: row["reachable"])
             axis.plot(turns + 1, reachable, "k_", markersize=8, label="seen before (upper bound)")
             axis.set_title(policy, fontsize=9, loc="left")
             axis.set_xlabel("turn")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes[0, 0].set_ylabel("prompt tokens (mean over traces)" if _traces(rows) > 1 else "prompt tokens")
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 8), frameon=False, fontsize=8)
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False, fontsize=8)
         figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
@@ -79,6 +81,8 @@ def plot_latency(rows: Sequence[dict[str, Any]], policies: Sequence[str], title:
             turns, divergence = by_turn(rows, policy, lambda row: row.get("kl"))
             if policy != "full" and len(turns):
                 right.plot(turns + 1, np.maximum(divergence, 1e-12), "o-", color=colour, markersize=4, label=policy)
+        for axis in (left, right):
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         left.set(xlabel="turn", ylabel="time to first token (ms)", ylim=(0, None))
         right.set(xlabel="turn", ylabel="KL to full prefill (nats)", yscale="log")
         left.legend(frameon=False, fontsize=8)
@@ -86,6 +90,10 @@ def plot_latency(rows: Sequence[dict[str, Any]], policies: Sequence[str], title:
         figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
+
+
+def _label(name: str) -> str:
+    return f"reused, {name}" if name in ("exact", "shifted") else f"computed, {name}"
 
 
 def _traces(rows: Sequence[dict[str, Any]]) -> int:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     """The command line; returns the exit code."""
     try:
         _parse(argv)
-        result = run(CONFIG.value, Path(OUT.value))
+        result = run(CONFIG.value, Path(str(OUT.value)))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

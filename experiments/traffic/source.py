@@ -58,7 +58,7 @@ def read_traffic(config: ConfigDict) -> Traffic:
     if damage.skipped:
         print(f"{source}: {damage}", file=sys.stderr)
     prompts, responses = zip(*sizes, strict=True)
-    description = f"{source}, transform {config.transform}, tokenizer {_tokenizer_name(config)}"
+    description = f"{source}, transform {config.transform}, tokenizer {Path(_tokenizer_name(config)).name}"
     if damage.skipped:
         description += f" ({damage})"
     return Traffic(requests, encoder, len(sizes), max(prompts), max(responses), description)
