@@ -15,6 +15,7 @@ Three things are read from it, all from the *top* bits, because bit ``b`` sees o
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +27,8 @@ GEAR_WINDOW = 64
 SPLITMIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 SPLITMIX_LAST_SHIFT = 31
 
-_BLOCK = 16384
-"""Tokens hashed at a time: two buffers of 128 KiB stay in a core's second-level cache."""
+_BLOCK = 32768
+"""Tokens hashed at a time: three buffers of 256 KiB stay in a core's second-level cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,95 +124,48 @@ def boundaries(
     config: ChunkingConfig,
     forced: Integer[np.ndarray, " F"] | None = None,
 ) -> Boundaries:
-    """Chunk, segment and anchor ends of `tokens` in one pass over them; `forced` as in `chunk_ends`."""
-    anchor_hashes, hashes = rolling_hashes(tokens, config, windows=(config.anchor_window, GEAR_WINDOW))
-    ends = chunk_ends(hashes, config, forced)
-    return Boundaries(ends, segment_ends(hashes, ends, config), anchor_ends(anchor_hashes, config))
+    """Chunk, segment and anchor ends of `tokens`, in one pass over them.
 
-
-def gear(tokens: Integer[np.ndarray, " T"], config: ChunkingConfig) -> UInt64[np.ndarray, " T"]:
-    """The 64 random bits that stand for each token id (taken modulo 2**32) in the rolling hash."""
-    mixed = np.empty(tokens.shape, np.uint64)
-    _gear(np.ascontiguousarray(tokens, np.int32).view(np.uint32), config.gear_offset, mixed, np.empty_like(mixed))
-    return mixed
-
-
-def _gear(tokens: np.ndarray, offset: int, out: np.ndarray, scratch: np.ndarray) -> None:
-    np.copyto(out, tokens)
-    np.add(out, np.uint64(offset), out=out)
-    for shift, factor in SPLITMIX_STEPS:
-        np.right_shift(out, np.uint64(shift), out=scratch)
-        np.bitwise_xor(out, scratch, out=out)
-        np.multiply(out, np.uint64(factor), out=out)
-    np.right_shift(out, np.uint64(SPLITMIX_LAST_SHIFT), out=scratch)
-    np.bitwise_xor(out, scratch, out=out)
-
-
-def rolling_hashes(
-    tokens: Integer[np.ndarray, " T"], config: ChunkingConfig, windows: tuple[int, ...] = (GEAR_WINDOW,)
-) -> tuple[UInt64[np.ndarray, " T"], ...]:
-    """For each window size `w`: ``sum_{j < w} g(tokens[i - j]) << j`` modulo 2**64, for every position `i`.
-
-    Tokens before the first count as zero. For ``w = 64`` this is the recurrence ``h = (h << 1) + g``. Computed by
-    doubling, ``h_2k[i] = h_k[i] + (h_k[i - k] << k)``, over blocks that stay in cache.
+    A chunk ends behind the first token at which it has at least `min_tokens` and the hash is below the threshold with
+    64 tokens seen; else at `max_tokens`. A segment ends where a chunk does and the hash is below the rarer threshold.
 
     Args:
-      windows: ascending powers of two up to 64; one pass serves all of them.
-    """
-    ids = np.ascontiguousarray(tokens, np.int32).view(np.uint32)
-    results = {window: np.empty(ids.size, np.uint64) for window in windows}
-    values, scratch = np.zeros((2, GEAR_WINDOW + min(_BLOCK, ids.size)), np.uint64)
-    for begin in range(0, ids.size, _BLOCK):
-        end = min(begin + _BLOCK, ids.size)
-        past = min(begin, GEAR_WINDOW)  # the block starts behind that many tokens, or behind zeros
-        used = GEAR_WINDOW + end - begin
-        mixed = slice(GEAR_WINDOW - past, used)
-        _gear(ids[begin - past : end], config.gear_offset, values[mixed], scratch[mixed])
-        window = 1
-        while True:
-            if window in results:
-                results[window][begin:end] = values[GEAR_WINDOW:used]
-            if window == max(windows):
-                break
-            np.left_shift(values[: used - window], np.uint64(window), out=scratch[window:used])
-            np.add(values[window:used], scratch[window:used], out=values[window:used])
-            window *= 2
-    return tuple(results[window] for window in windows)
-
-
-def _below(hashes: np.ndarray, threshold: int, window: int) -> np.ndarray:
-    """Exclusive ends where `window` tokens were seen and the top 32 bits are below `threshold`."""
-    if threshold == 2**32:
-        return np.arange(window, hashes.size + 1)
-    return np.flatnonzero(hashes[window - 1 :] < np.uint64(threshold << 32)) + window
-
-
-def chunk_ends(
-    hashes: UInt64[np.ndarray, " T"],
-    config: ChunkingConfig,
-    forced: Integer[np.ndarray, " F"] | None = None,
-) -> Int64[np.ndarray, " K"]:
-    """Exclusive ends of the chunks, the last one being T.
-
-    A chunk ends after the first token at which it has at least `min_tokens` and the hash is below the threshold with 64
-    tokens seen; else at `max_tokens`. The hash is not reset at a cut.
-
-    Args:
-      hashes: over 64 tokens.
-      forced: ascending exclusive ends where a chunk ends whatever the clamps say, as `markers.marker_ends` gives.
+      forced: exclusive ends where a chunk ends whatever the clamps say, as `markers.marker_ends` gives.
 
     Raises:
       ValueError: a forced end outside 1..T.
     """
-    total = hashes.size
+    total = tokens.size
+    if forced is not None and forced.size and not 1 <= forced.min() <= forced.max() <= total:
+        raise ValueError(f"forced = {forced.min()}..{forced.max()}: cuts must lie within 1..{total}, the tokens given")
+    natural, rare, anchors = ([np.empty(0, np.int64)] for _ in range(3))
+    for begin, hashes in _hashed_blocks(tokens, config, (config.anchor_window, GEAR_WINDOW)):
+        ends, values = _ends_below(hashes[GEAR_WINDOW], config.cut_threshold, begin, GEAR_WINDOW)
+        natural.append(ends)
+        rare.append(ends[values < np.uint64(config.segment_threshold << 32)])
+        ends, _ = _ends_below(hashes[config.anchor_window], config.anchor_threshold, begin, config.anchor_window)
+        anchors.append(ends)
+    chunk_ends = _clamp(np.concatenate(natural), forced, total, config)
+    ends_segment = np.isin(chunk_ends, np.append(np.concatenate(rare), total))
+    return Boundaries(chunk_ends, chunk_ends[ends_segment], np.concatenate(anchors))
+
+
+def _ends_below(hashes: np.ndarray, threshold: int, begin: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """The exclusive ends at which `window` tokens were seen and the top 32 bits are below `threshold`, and the hashes.
+
+    Args:
+      hashes: of the positions from `begin` on.
+    """
+    first = max(0, window - 1 - begin)
+    places = np.flatnonzero(hashes[first:] <= np.uint64((threshold << 32) - 1)) + first
+    return places + (begin + 1), hashes[places]
+
+
+def _clamp(natural: np.ndarray, forced: np.ndarray | None, total: int, config: ChunkingConfig) -> np.ndarray:
+    """Chunk ends from the ascending places where the hash would cut; the work is in proportion to those places."""
     if total == 0:
         return np.empty(0, np.int64)
-    natural = _below(hashes, config.cut_threshold, GEAR_WINDOW)
-    certain = np.array([total]) if forced is None else np.append(forced, total)
-    if certain.min() < 1 or certain.max() > total:
-        raise ValueError(
-            f"forced = {certain.min()}..{certain.max()}: cuts must lie within 1..{total}, the number of tokens"
-        )
+    certain = np.append(np.empty(0, np.int64) if forced is None else forced, total)
     places = np.concatenate([natural, certain])
     least = np.concatenate([np.full(natural.size, config.min_tokens), np.ones(certain.size, np.int64)])
     order = np.argsort(places, kind="stable")
@@ -226,26 +180,69 @@ def chunk_ends(
     return np.array(ends, np.int64)
 
 
-def segment_ends(
-    hashes: UInt64[np.ndarray, " T"], ends: Int64[np.ndarray, " K"], config: ChunkingConfig
-) -> Int64[np.ndarray, " S"]:
-    """The chunk ends that also end a segment, the last one being T; they depend on content alone.
+def rolling_hashes(
+    tokens: Integer[np.ndarray, " T"], config: ChunkingConfig, windows: tuple[int, ...] = (GEAR_WINDOW,)
+) -> tuple[UInt64[np.ndarray, " T"], ...]:
+    """For each window size `w`: ``sum_{j < w} g(tokens[i - j]) << j`` modulo 2**64, for every position `i`.
+
+    Tokens before the first count as zero. For ``w = 64`` this is the recurrence ``h = (h << 1) + g``.
 
     Args:
-      hashes: over 64 tokens.
-      ends: what `chunk_ends` gave for them.
+      windows: ascending powers of two up to 64; one pass serves all of them.
     """
-    rare = (hashes[ends - 1] < np.uint64(config.segment_threshold << 32)) & (ends >= GEAR_WINDOW)
-    return ends[rare | (ends == hashes.size)]
+    results = {window: np.empty(tokens.size, np.uint64) for window in windows}
+    for begin, hashes in _hashed_blocks(tokens, config, windows):
+        for window, values in hashes.items():
+            results[window][begin : begin + values.size] = values
+    return tuple(results[window] for window in windows)
 
 
-def anchor_ends(hashes: UInt64[np.ndarray, " T"], config: ChunkingConfig) -> Int64[np.ndarray, " A"]:
-    """Exclusive ends `e` of the anchors, each naming the tokens ``[e - anchor_window, e)``.
+def _hashed_blocks(
+    tokens: np.ndarray, config: ChunkingConfig, windows: tuple[int, ...]
+) -> Iterator[tuple[int, dict[int, np.ndarray]]]:
+    """Yields the first position of each block and, by window, its hashes, which the next block overwrites.
 
-    Args:
-      hashes: over `config.anchor_window` tokens.
+    By doubling, ``h_2k[i] = h_k[i] + (h_k[i - k] << k)``: six steps over a block that stays in cache, none over tokens.
     """
-    return _below(hashes, config.anchor_threshold, config.anchor_window)
+    ids = np.ascontiguousarray(tokens, np.int32).view(np.uint32)
+    size = GEAR_WINDOW + min(_BLOCK, ids.size)
+    values, scratch = np.zeros((2, size), np.uint64)
+    kept = {window: np.empty(size, np.uint64) for window in windows[:-1]}
+    for begin in range(0, ids.size, _BLOCK):
+        end = min(begin + _BLOCK, ids.size)
+        past = min(begin, GEAR_WINDOW)  # the block starts behind that many tokens, or behind zeros
+        used = GEAR_WINDOW + end - begin
+        mixed = slice(GEAR_WINDOW - past, used)
+        _mix(ids[begin - past : end], config.gear_offset, values[mixed], scratch[mixed])
+        hashes, window = {}, 1
+        while window < windows[-1]:
+            if window in kept:
+                hashes[window] = kept[window][: end - begin]
+                np.copyto(hashes[window], values[GEAR_WINDOW:used])
+            np.left_shift(values[: used - window], np.uint64(window), out=scratch[window:used])
+            np.add(values[window:used], scratch[window:used], out=values[window:used])
+            window *= 2
+        hashes[window] = values[GEAR_WINDOW:used]
+        yield begin, hashes
+
+
+def gear(tokens: Integer[np.ndarray, " T"], config: ChunkingConfig) -> UInt64[np.ndarray, " T"]:
+    """The 64 random bits that stand for each token id (taken modulo 2**32) in the rolling hash."""
+    mixed = np.empty(tokens.shape, np.uint64)
+    _mix(np.ascontiguousarray(tokens, np.int32).view(np.uint32), config.gear_offset, mixed, np.empty_like(mixed))
+    return mixed
+
+
+def _mix(tokens: np.ndarray, offset: int, out: np.ndarray, scratch: np.ndarray) -> None:
+    """The output function of splitmix64, without a temporary."""
+    np.copyto(out, tokens)
+    np.add(out, np.uint64(offset), out=out)
+    for shift, factor in SPLITMIX_STEPS:
+        np.right_shift(out, np.uint64(shift), out=scratch)
+        np.bitwise_xor(out, scratch, out=out)
+        np.multiply(out, np.uint64(factor), out=out)
+    np.right_shift(out, np.uint64(SPLITMIX_LAST_SHIFT), out=scratch)
+    np.bitwise_xor(out, scratch, out=out)
 
 
 def windows(begin: int, end: int, size: int = 128) -> tuple[Int64[np.ndarray, " W"], Int64[np.ndarray, " W"]]:

@@ -86,8 +86,7 @@ def boundaries(
     inside = exclusive_ends <= length
 
     def below(value: UInt64, threshold: int, window: int) -> Bool[Array, " T"]:
-        seen = inside & (exclusive_ends >= window)
-        return seen & (value.high < threshold) if threshold < 2**32 else seen
+        return inside & (exclusive_ends >= window) & (value.high <= jnp.uint32(threshold - 1))
 
     natural = below(hashes, config.cut_threshold, GEAR_WINDOW)
     chunk_ends, num_chunks = _clamp(natural, forced, length, config, chunk_capacity)

@@ -80,6 +80,17 @@ def test_three_forms_make_the_same_cuts(prompt, config):
     assert device.anchor_ends[: int(device.num_anchors)].tolist() == expected[2]
 
 
+@pytest.mark.parametrize(("window", "every"), [(64, 3), (1, 2), (16, 1)])
+def test_anchors_of_other_windows(window, every):
+    config = ChunkingConfig(anchor_window=window, anchor_every=every)
+    tokens = random_tokens(2, 997)
+    host = chunking.boundaries(tokens, config)
+    assert tuple(ends.tolist() for ends in host) == sequential_boundaries(tokens.tolist(), config)
+    device = jax.jit(lambda values: device_chunking.boundaries(values, 997, config))(tokens)
+    assert device.anchor_ends[: int(device.num_anchors)].tolist() == host.anchor_ends.tolist()
+    assert (host.anchor_ends.size == 997 - window + 1) == (every == 1)
+
+
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65])
 def test_short_prompts(length):
     tokens = random_tokens(0, length)
