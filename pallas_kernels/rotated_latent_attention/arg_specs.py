@@ -1,0 +1,138 @@
+"""Named shapes that tests, tuning and benchmarks of latent attention share.
+
+``DECODE`` has one query token a request, ``EXTEND`` many query tokens of one request behind a cached context; ``SMALL``
+are odd shapes of the same kinds that any machine runs in a moment.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.page_table import PageTable
+from pallas_kernels.rotary import rotary_table
+
+DeltaPattern = Literal["none", "every_8_pages", "every_page"]
+# Rows missing at the end of a span of equal distance: a stored segment seldom fills its last page.
+SPAN_TAIL = 27
+
+
+@dataclass(frozen=True)
+class ArgSpec:
+    """``requests`` requests of ``query_tokens`` queries each, the last of ``kv_length`` rows.
+
+    ``delta_pattern`` says how often along the table the distance changes: where it does, spans begin one row into
+    their first page and end part full. Pages of a request are scattered over the pool.
+    """
+
+    heads: int
+    requests: int
+    query_tokens: int
+    kv_length: int
+    delta_pattern: DeltaPattern = "every_8_pages"
+    latent_width: int = 512
+    rope_width: int = 64
+    page_size: int = 64
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"h{self.heads}_b{self.requests}_t{self.query_tokens}_l{self.kv_length}_{self.delta_pattern}"
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the scores and values that causality leaves."""
+        rows = self.kv_length * self.query_tokens - self.query_tokens * (self.query_tokens - 1) // 2
+        return 2 * self.requests * self.heads * rows * (2 * self.latent_width + self.rope_width)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all visible rows, each read once."""
+        width = self.latent_width + self.rope_width
+        return self.requests * self.kv_length * width * jnp.dtype(self.dtype).itemsize
+
+
+def entries(spec: ArgSpec) -> list[tuple[int, int, int, int]]:
+    """One request's ``(row_begin, row_end, target_position, delta)``, before pages are assigned."""
+    span = {"none": None, "every_8_pages": 8, "every_page": 1}[spec.delta_pattern]
+    listed, position = [], 0
+    while position < spec.kv_length:
+        begin, end, delta = 0, spec.page_size, 0
+        if span is not None:
+            begin = int(len(listed) % span == 0)
+            end -= min(SPAN_TAIL, spec.page_size // 2) * (len(listed) % span == span - 1)
+            delta = 1 + 4099 * (len(listed) // span)
+        end = min(end, begin + spec.kv_length - position)
+        listed.append((begin, end, position, delta))
+        position += end - begin
+    return listed
+
+
+def arguments(spec: ArgSpec, seed: int = 0) -> dict[str, Any]:
+    """Random keyword arguments of ``rotated_latent_attention``: a pool of two layers of which layer 1 is read."""
+    rng = np.random.default_rng(seed)
+    listed = np.asarray(entries(spec), np.int32)
+    count = len(listed)
+    num_pages = spec.requests * count
+    page_id = rng.permutation(num_pages).astype(np.int32).reshape(spec.requests, count)
+    begin, end, target, delta = (np.broadcast_to(listed[:, field], page_id.shape) for field in range(4))
+    table = PageTable(*(jnp.asarray(field, jnp.int32) for field in (page_id, begin, end, target, target + delta)))
+    tokens = spec.requests * spec.query_tokens
+    keys = jax.random.split(jax.random.key(seed), 4)
+
+    def normal(key, *shape):
+        return jax.random.normal(key, shape, jnp.dtype(spec.dtype))
+
+    position = np.tile(np.arange(spec.kv_length - spec.query_tokens, spec.kv_length), spec.requests)
+    frequencies = 10000.0 ** (-np.arange(spec.rope_width // 2) / (spec.rope_width // 2))
+    return {
+        "q_latent": normal(keys[0], tokens, spec.heads, spec.latent_width),
+        "q_rope": normal(keys[1], tokens, spec.heads, spec.rope_width),
+        "query_position": jnp.asarray(position, jnp.int32),
+        "query_offsets": jnp.arange(spec.requests + 1, dtype=jnp.int32) * spec.query_tokens,
+        "latent_pages": normal(keys[2], 2, num_pages, spec.page_size, spec.latent_width),
+        "rope_pages": normal(keys[3], 2, num_pages, spec.page_size, spec.rope_width),
+        "layer": jnp.int32(1),
+        "page_table": table,
+        "rotary": rotary_table(frequencies, interleaved=True),
+        "scale": float((128 + spec.rope_width) ** -0.5),
+    }
+
+
+DECODE = tuple(
+    ArgSpec(heads, requests, 1, length)
+    for heads, requests, length in (
+        (16, 1, 4096),
+        (16, 16, 16384),
+        (16, 64, 4096),
+        (16, 128, 16384),
+        (64, 64, 16384),
+        (64, 128, 4096),
+        (128, 1, 65536),
+        (128, 16, 16384),
+        (128, 64, 4096),
+        (128, 64, 16384),
+        (128, 128, 4096),
+        (128, 128, 16384),
+    )
+)
+EXTEND = tuple(
+    ArgSpec(heads, 1, tokens, cached + tokens)
+    for heads, tokens, cached in (
+        (16, 128, 8192),
+        (16, 128, 32768),
+        (16, 1024, 8192),
+        (16, 1024, 32768),
+        (128, 128, 8192),
+        (128, 1024, 32768),
+    )
+)
+_odd: dict[str, Any] = {"latent_width": 22, "rope_width": 10, "page_size": 11, "dtype": "float32"}
+SMALL = (
+    ArgSpec(3, 5, 1, 131, "none", **_odd),
+    ArgSpec(3, 5, 1, 131, "every_8_pages", **_odd),
+    ArgSpec(3, 1, 37, 131, "every_page", **_odd),
+    ArgSpec(2, 3, 71, 131, "every_8_pages", **_odd),
+)

@@ -1,0 +1,52 @@
+"""What the two forms of latent attention cost, so that a caller can take the cheaper one.
+
+Counted in floating-point operations, with every query seeing every row. Letters as in ``page_table.py``, ``K`` and
+``V`` the widths of a head's key (without its rotary part) and value. Counting suffices on a CPU: both forms spend their
+time in matrix products and pass over equally many scores. Measured on two Xeon cores (float32, H = 8, C = 512,
+K = V = R = 64, 4096 rows), time of absorbed over time of expanded, and the ratio of the counts:
+
+    queries    16     64    128    256    512   1024   2048
+    measured  0.33   0.87   1.22   2.2    3.0    3.6    4.0
+    counted   0.26   0.91   1.57   2.5    3.5    4.3    4.9
+"""
+
+from typing import Literal
+
+Form = Literal["absorbed", "expanded"]
+
+
+def absorbed_flops(
+    queries: int, rows: int, *, heads: int, latent_width: int, key_width: int, value_width: int, rope_width: int
+) -> int:
+    """Scores over ``C + R`` and values over ``C``, and ``W_UK`` and ``W_UV`` applied to every query."""
+    attention = queries * rows * (2 * latent_width + rope_width)
+    absorption = queries * latent_width * (key_width + value_width)
+    return 2 * heads * (attention + absorption)
+
+
+def expanded_flops(
+    queries: int, rows: int, *, heads: int, latent_width: int, key_width: int, value_width: int, rope_width: int
+) -> int:
+    """Scores over ``K + R`` and values over ``V``, and ``W_UK`` and ``W_UV`` applied to every row."""
+    attention = queries * rows * (key_width + rope_width + value_width)
+    projection = rows * latent_width * (key_width + value_width)
+    return 2 * heads * (attention + projection)
+
+
+def cheaper_form(
+    queries: int, rows: int, *, heads: int, latent_width: int, key_width: int, value_width: int, rope_width: int
+) -> Form:
+    """The form that costs fewer operations for a block of ``queries`` that share ``rows``; absorbed if equal.
+
+    With many rows the number of heads and rows cancels: expanded wins beyond ``C (K + V) / (2 C - K - V)`` queries, 73
+    for C = 512, K = V = 64 and 171 for K = V = 128.
+    """
+    widths = {
+        "heads": heads,
+        "latent_width": latent_width,
+        "key_width": key_width,
+        "value_width": value_width,
+        "rope_width": rope_width,
+    }
+    expanded_wins = expanded_flops(queries, rows, **widths) < absorbed_flops(queries, rows, **widths)
+    return "expanded" if expanded_wins else "absorbed"
