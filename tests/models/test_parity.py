@@ -1,14 +1,17 @@
 """The same weights give what ``transformers`` computes, layer by layer; fixtures by ``tools/parity``."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import families, mla
+from models import families, layers, mla
 from models.checkpoint import read_parameters
+from models.families import Model
 from models.kv_view import DenseView
 from models.safetensors_reader import stored_array
 from tests.tolerances import PARITY, assert_close
@@ -29,17 +32,34 @@ def load_fixture(path):
     return families.model(family, config, params), arrays
 
 
+@jax.jit
+def run(model, tokens, positions):
+    """Residual stream after each layer, and logits from the last one."""
+    states = mla.hidden_states(model.params, model.rotary, model.config, tokens, positions, DenseView(positions))
+    hidden = layers.rms_norm(states[-1], model.params["norm"], model.config.rms_norm_eps)
+    return states, model.unembed(hidden)
+
+
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda path: path.stem)
 def test_parity_with_transformers(path):
     model, arrays = load_fixture(path)
-    tokens, positions = arrays["tokens"], arrays["positions"]
-
-    @jax.jit
-    def run(model, tokens, positions):
-        hidden, _ = model.forward(tokens, positions, DenseView(positions))
-        layers = mla.hidden_states(model.params, model.rotary, model.config, tokens, positions, DenseView(positions))
-        return model.unembed(hidden), layers
-
-    logits, layers = run(model, tokens, positions)
-    assert_close(layers, arrays["hidden"], **PARITY)
+    states, logits = run(model, arrays["tokens"], arrays["positions"])
+    assert_close(states, arrays["hidden"], **PARITY)
     assert_close(logits, arrays["logits"], **PARITY)
+
+
+def test_forward_is_the_norm_of_the_last_state():
+    model, arrays = load_fixture(FIXTURES[-1])
+    positions = jnp.asarray(arrays["positions"])
+    hidden, _ = jax.jit(Model.forward)(model, arrays["tokens"], positions, DenseView(positions))
+    assert_close(model.unembed(hidden), arrays["logits"], **PARITY)
+
+
+@pytest.mark.parametrize("change", [{"rope_interleave": False}, {"norm_topk_prob": False}, {"n_group": 1}])
+def test_parity_notices_a_wrong_field(change):
+    path = next(path for path in FIXTURES if path.stem == "deepseek_v3")
+    model, arrays = load_fixture(path)
+    config = dataclasses.replace(model.config, **{"topk_group": 1} | change if "n_group" in change else change)
+    wrong = model.replace(config=config, rotary=mla.rotary(config))
+    _, logits = run(wrong, arrays["tokens"], arrays["positions"])
+    assert np.abs(logits - arrays["logits"]).max() > 100 * PARITY["atol"]
