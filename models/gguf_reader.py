@@ -5,19 +5,23 @@ The converter of llama.cpp reorders the rows of query and key projections of typ
 type. Read the other way a file loads without complaint and speaks garbage.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
-import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+import tokenizers
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from models.families import Family, Model, abstract, read_config
-from models.families import model as from_parameters
+from models import families
+from models.checkpoint import read_parameters
+from models.families import Family, Model
+from models.safetensors_reader import CheckpointError, Stored
+from models.tokenizer import DEFAULT_TEMPLATE, Tokenizer
 
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
 
@@ -30,6 +34,7 @@ PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
     "llama-bpe": (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST, False),
     "qwen2": (_CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST, False),
 }
+KEYS = gguf.Keys.Tokenizer
 CONTROL, USER_DEFINED = int(gguf.TokenType.CONTROL), int(gguf.TokenType.USER_DEFINED)
 
 
@@ -40,7 +45,7 @@ class GGUFFile:
         try:
             self._reader = gguf.GGUFReader(str(path))
         except (ValueError, IndexError) as error:
-            raise ValueError(f"{Path(path).name} is not a readable GGUF file ({error}); fetch it again") from error
+            raise CheckpointError(f"{Path(path).name} is not a readable GGUF file ({error}); fetch it again") from error
         self.name = Path(path).name
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
@@ -63,23 +68,26 @@ class GGUFFile:
     def __contains__(self, tensor: str) -> bool:
         return tensor in self._tensors
 
-    def tensor_names(self) -> Iterator[str]:
-        """Names of all tensors."""
-        return iter(self._tensors)
+    def stored(self, published: Mapping[str, str]) -> dict[str, Stored]:
+        """Every tensor, dequantised to float32 when read, by its published name or else its own."""
+        return {
+            published.get(name, name): Stored(
+                tuple(int(length) for length in reversed(tensor.shape)),
+                np.dtype(np.float32),
+                partial(self._dequantised, name),
+            )
+            for name, tensor in self._tensors.items()
+        }
 
-    def tensor(self, name: str) -> np.ndarray:
-        """One tensor in float32, published ``[out, in]`` order.
-
-        Raises:
-          ValueError: if it is missing, or stored in a form that cannot be undone.
-        """
-        if name not in self._tensors:
-            raise ValueError(f"{self.name}: tensor {name} is missing; convert the model again")
-        found = self._tensors[name]
+    def _dequantised(self, name: str) -> np.ndarray:
+        tensor = self._tensors[name]
         try:
-            return gguf.quants.dequantize(found.data, found.tensor_type).astype(np.float32, copy=False)
+            return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:
-            raise ValueError(f"{self.name}: {name} is stored as {found.tensor_type.name}; requantise it") from error
+            raise CheckpointError(
+                f"tensor {name!r} of {self.name} is stored as {tensor.tensor_type.name}, which cannot be read; "
+                "quantise the model another way"
+            ) from error
 
 
 def config_fields(file: GGUFFile) -> dict[str, Any]:
@@ -103,7 +111,7 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
     rotated = file.get(f"{kind}.rope.dimension_count", head_dim)
     return {
         "model_type": kind,
-        "vocab_size": len(file.require(gguf.Keys.Tokenizer.LIST)),
+        "vocab_size": len(file.require(KEYS.LIST)),
         "hidden_size": width,
         "intermediate_size": file.require(f"{kind}.feed_forward_length"),
         "num_hidden_layers": file.require(f"{kind}.block_count"),
@@ -118,8 +126,8 @@ def config_fields(file: GGUFFile) -> dict[str, Any]:
         "rope_interleave": INTERLEAVED[kind],
         "tie_word_embeddings": "output.weight" not in file,
         "attention_bias": kind != "qwen2" and "blk.0.attn_q.bias" in file,
-        "bos_token_id": file.get(gguf.Keys.Tokenizer.BOS_ID),
-        "eos_token_id": file.get(gguf.Keys.Tokenizer.EOS_ID),
+        "bos_token_id": file.get(KEYS.BOS_ID),
+        "eos_token_id": file.get(KEYS.EOS_ID),
     }
 
 
@@ -137,89 +145,81 @@ def _rope_fields(file: GGUFFile, kind: str) -> dict[str, Any]:
     return {name: value for name, value in rope.items() if value is not None}
 
 
-def published_names(config: Any) -> Callable[[str], str]:
-    """A function from a tensor's Hugging Face name to its name in GGUF files."""
+def published_names(family: Family, config: Any) -> dict[str, str]:
+    """From the names in GGUF files to those of the published tensors of a model."""
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[config.model_type], config.num_hidden_layers)
-
-    def rename(published: str) -> str:
-        return names.get_name(published, try_suffixes=(".weight", ".bias")) or published
-
-    return rename
+    published = [tensor.name for tensor in family.tensors(config)]
+    return {names.get_name(name, try_suffixes=(".weight", ".bias")) or name: name for name in published}
 
 
 def read_tokenizer(file: GGUFFile) -> Tokenizer:
-    """The byte-level BPE tokenizer a file describes.
+    """The byte-level BPE tokenizer of a file, with its chat template.
 
     Raises:
       ValueError: for another kind of tokenizer, or a pre-tokenizer that is not known.
     """
-    keys = gguf.Keys.Tokenizer
-    kind, splits = file.require(keys.MODEL), file.get(keys.PRE, "gpt-2")
+    tokens = file.require(KEYS.LIST)
+    names = {"bos_token": KEYS.BOS_ID, "eos_token": KEYS.EOS_ID, "unk_token": KEYS.UNK_ID, "pad_token": KEYS.PAD_ID}
+    ids = {name: file.get(key) for name, key in names.items()}
+    template = file.get(KEYS.CHAT_TEMPLATE)
+    return Tokenizer(
+        _byte_level_bpe(file, tokens),
+        {"default": DEFAULT_TEMPLATE if template is None else template},
+        {name: tokens[index] for name, index in ids.items() if index is not None},
+    )
+
+
+def _byte_level_bpe(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    kind, splits = file.require(KEYS.MODEL), file.get(KEYS.PRE, "gpt-2")
     if kind != "gpt2":
-        raise ValueError(f"{file.name}: {keys.MODEL}={kind!r} is not supported; only byte-level BPE ('gpt2') is read")
+        raise ValueError(f"{file.name}: {KEYS.MODEL}={kind!r} is not supported; only byte-level BPE ('gpt2') is read")
     if splits not in PRE_TOKENIZERS:
-        raise ValueError(f"{file.name}: {keys.PRE}={splits!r} is unknown; use one of {', '.join(PRE_TOKENIZERS)}")
-    tokens = file.require(keys.LIST)
-    merges = [tuple(merge.split(" ", 1)) for merge in file.require(keys.MERGES)]
+        raise ValueError(f"{file.name}: {KEYS.PRE}={splits!r} is unknown; use one of {', '.join(PRE_TOKENIZERS)}")
+    merges = [tuple(merge.split(" ", 1)) for merge in file.require(KEYS.MERGES)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=splits == "llama-bpe"))
+    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=splits == "llama-bpe"))
     pattern, words = PRE_TOKENIZERS[splits]
     steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)]
     if pattern is not None:
         steps.insert(0, pre_tokenizers.Split(Regex(pattern), "isolated"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if splits == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
-    types = file.get(keys.TOKEN_TYPE, [])
-    tokenizer.add_tokens(
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    types = file.get(KEYS.TOKEN_TYPE, [])
+    backend.add_tokens(
         [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
+            tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
             for token, kind in zip(tokens, types, strict=False)
             if kind in (CONTROL, USER_DEFINED)
         ]
     )
-    if file.get(keys.ADD_BOS, splits == "llama-bpe"):
-        bos = file.require(keys.BOS_ID)
-        tokenizer.post_processor = processors.TemplateProcessing(
+    if file.get(KEYS.ADD_BOS, splits == "llama-bpe"):
+        bos = file.require(KEYS.BOS_ID)
+        backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]} $B", special_tokens=[(tokens[bos], bos)]
         )
-    return tokenizer
+    return backend
 
 
-def load_gguf(path: str | Path, dtype: Any = jnp.float32) -> tuple[Model, Tokenizer, str | None]:
-    """A model with its tokenizer and chat template (jinja2 source, or None), all from one GGUF file.
+def load_gguf(path: str | Path, dtype: Any = jnp.bfloat16) -> tuple[Model, Tokenizer]:
+    """A model with its tokenizer and chat template, all from one GGUF file.
 
     Args:
       path: the file.
       dtype: of weights and arithmetic; stored weights are dequantised into it one tensor at a time.
 
     Raises:
-      ValueError: for a file, architecture or tokenizer that cannot be read, by name.
+      CheckpointError: for a file that cannot be read, or a missing, extra or misshaped tensor, by name.
+      ValueError: for an architecture or tokenizer that is not supported, by name.
     """
     file = GGUFFile(path)
-    family, config = read_config(config_fields(file))
-    model = from_parameters(family, config, _parameters(file, family, config, dtype))
-    return model, read_tokenizer(file), file.get(gguf.Keys.Tokenizer.CHAT_TEMPLATE)
+    return read_model(file, dtype), read_tokenizer(file)
 
 
-def _parameters(file: GGUFFile, family: Family, config: Any, dtype: Any) -> Any:
-    shapes = abstract(family, config, dtype)
-    params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
-    rename = published_names(config)
-    unused = set(file.tensor_names())
-    for tensor in family.tensors(config):
-        name = rename(tensor.name)
-        array = file.tensor(name)
-        if array.shape != tensor.shape:
-            raise ValueError(f"{file.name}: {name} has shape {array.shape}, the config asks for {tensor.shape}")
-        for (path, index), part in zip(tensor.parts, tensor.unpack(array), strict=True):
-            leaf = params
-            for key in path:
-                leaf = leaf[key]
-            leaf[index] = part
-        unused.discard(name)
-    if unused:
-        raise ValueError(f"{file.name}: tensor {min(unused)} belongs to nothing in the model; convert the model again")
-    return jax.tree.map(jnp.asarray, params)
+def read_model(file: GGUFFile, dtype: Any) -> Model:
+    """The model of a file; see ``load_gguf``."""
+    family, config = families.read_config(config_fields(file))
+    params = read_parameters(family, config, file.stored(published_names(family, config)), dtype)
+    return families.model(family, config, params)
