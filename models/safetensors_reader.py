@@ -126,6 +126,8 @@ def with_scales_applied(tensors: dict[str, Stored], block: tuple[int, int]) -> d
         scale = tensors.get(name + SCALE_SUFFIX)
         if scale is None:
             raise CheckpointError(f"tensor {name + SCALE_SUFFIX!r} is missing: {name!r} is FP8 and needs its scales")
+        if len(weight.shape) != 2:
+            raise CheckpointError(f"tensor {name!r} is FP8 with shape {weight.shape}; only matrices have block scales")
         expected = tuple(-(-length // step) for length, step in zip(weight.shape, block, strict=True))
         if scale.shape != expected:
             raise CheckpointError(

@@ -1,13 +1,17 @@
 """The MLA forward: what it sees, what it does not, and its experts against a loop."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import mla
 from models.families import random_model
 from models.kv_view import DenseView
 from models.moe import experts_swiglu, route
+from models.rotary import RopeParameters
 from tests.models.tiny import DENSE, V2, V3
 from tests.tolerances import assert_close
 
@@ -52,6 +56,19 @@ def test_row_format_and_limits(model):
     assert row.interleaved
     assert (model.vocab_size, model.max_position, model.dtype) == (41, 512, jnp.float32)
     assert model.rotary.max_delta >= model.max_position
+
+
+def test_layers_may_have_rotary_tables_of_their_own(model):
+    def stacked(*tables):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *tables)
+
+    own = model.rotary
+    faster = mla.rotary(dataclasses.replace(model.config, rope_parameters=RopeParameters(rope_theta=50.0)))
+    assert_close(
+        logits(model.replace(rotary=stacked(own, own, own)), TOKENS, POSITIONS), logits(model, TOKENS, POSITIONS)
+    )
+    mixed = logits(model.replace(rotary=stacked(own, own, faster)), TOKENS, POSITIONS)
+    assert np.abs(mixed - logits(model, TOKENS, POSITIONS)).max() > 1e-3
 
 
 def test_bfloat16_stays_near_float32():
