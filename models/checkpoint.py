@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from models import families
-from models.families import Family, Model
+from models.families import Family, Model, Tensor
 from models.safetensors_reader import CheckpointError, Stored, read_folder
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
@@ -26,14 +26,19 @@ def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
     """A model from a folder with ``config.json`` and safetensors, or a checkpoint that comes with the project.
 
     Args:
-      name_or_path: a folder, or the name of one in ``models/pretrained``.
+      name_or_path: a folder, the name of one in ``models/pretrained``, or "smollm2-135m" (extra ``smollm2``).
       dtype: of weights and arithmetic.
 
     Raises:
       FileNotFoundError: if there is no such folder, listing the names there are.
+      ModuleNotFoundError: for "smollm2-135m" without its extra.
       CheckpointError: for a missing, extra, misshaped or truncated tensor, by name.
       ValueError: for a config that is unsupported or contradicts itself.
     """
+    if str(name_or_path) == "smollm2-135m":
+        from models import smollm2  # reads GGUF, which nothing else needs
+
+        return smollm2.load(dtype)
     folder = Path(name_or_path)
     if not (folder / "config.json").exists():
         folder = PRETRAINED / str(name_or_path)
@@ -55,11 +60,10 @@ def read_parameters(family: Family, config: Any, stored: Mapping[str, Stored], d
     Raises:
       CheckpointError: for a missing, extra or misshaped tensor, before any is read.
     """
-    tensors = list(family.tensors(config))
     check_tensors(family, config, stored)
     shapes = families.abstract(family, config, dtype)
     filled = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), shapes)
-    for tensor in tensors:
+    for tensor in family.tensors(config):
         parts = tensor.unpack(np.asarray(stored[tensor.name].read()))
         for (path, index), part in zip(tensor.parts, parts, strict=True):
             _at(filled, path)[index] = part
@@ -105,22 +109,36 @@ def save_safetensors(model: Model, folder: str | Path, shard_bytes: int = DEFAUL
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     params = jax.tree.map(np.asarray, model.params)
-    shards: list[dict[str, np.ndarray]] = [{}]
-    for tensor in model.family.tensors(model.config):
-        parts = [_at(params, path)[index] for path, index in tensor.parts]
-        array = np.ascontiguousarray(tensor.pack(*parts))
-        if shards[-1] and sum(stored.nbytes for stored in shards[-1].values()) + array.nbytes > shard_bytes:
-            shards.append({})
-        shards[-1][tensor.name] = array
+    shards = _shards(model, params, shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
         names = [f"model-{shard + 1:05d}-of-{len(shards):05d}.safetensors" for shard in range(len(shards))]
-        places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        index = {"metadata": {"total_size": sum(a.nbytes for s in shards for a in s.values())}, "weight_map": places}
+        places = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        packed = {tensor.name: np.ascontiguousarray(tensor.pack(*_parts(params, tensor))) for tensor in shard}
+        save_file(packed, folder / name, metadata={"format": "pt"})
     _write_config(model, folder)
+
+
+def _parts(params: Any, tensor: Tensor) -> list[np.ndarray]:
+    return [_at(params, path)[index] for path, index in tensor.parts]
+
+
+def _shards(model: Model, params: Any, shard_bytes: int) -> list[list[Tensor]]:
+    """Tensors in published order, cut where a file would exceed ``shard_bytes``."""
+    shards: list[list[Tensor]] = [[]]
+    filled = 0
+    for tensor in model.family.tensors(model.config):
+        size = sum(part.nbytes for part in _parts(params, tensor))
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    return shards
 
 
 def _write_config(model: Model, folder: Path) -> None:
