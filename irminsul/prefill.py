@@ -132,7 +132,7 @@ def prefill(
 
     cache = _next_step(cache, donate)
     for page in evicted.tolist():
-        page_tree.release(tree, page)
+        page_tree.release(cache.tree, page)
     claim(cache.tree, placement.fresh, pages, tokens, owner)
     cache.tree.last_used[keep] = cache.clock
     cache.tree.last_used[pages] = cache.clock
