@@ -90,7 +90,6 @@ def test_a_config_survives_being_written_and_read():
         ("kimi-k2", 1026.4),
         ("moonlight-16b-a3b", 15.96),
         ("joyai-llm-flash", 48.94),
-        ("irminsul-mini-mla", 0.03435),
     ],
 )
 def test_presets_have_their_published_size(name, billions):
