@@ -51,7 +51,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
         for policy in ("full", "prefix", "naive", "irminsul")
     }
     share = {policy: replay_report.shares(group) for policy, group in later.items()}
-    ttft = {policy: statistics.median(row["timings"]["ttft_ms"] for row in group) for policy, group in later.items()}
+    ttft = {
+        policy: statistics.median(row["timings"]["ttft_ms"] for row in later[policy]) for policy in ("full", "irminsul")
+    }
     tokens = sum(row["tokens"] for row in later["irminsul"])
     return {
         "prompt_tokens": statistics.fmean(row["tokens"] for row in later["irminsul"]),

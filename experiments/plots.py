@@ -74,7 +74,7 @@ def plot_latency(rows: Sequence[dict[str, Any]], policies: Sequence[str], title:
     """Time to first token at each turn; beside it the KL divergence from full prefill, on a logarithmic axis."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.2), layout="constrained", width_ratios=(3, 2))
-        for policy in policies:
+        for policy in (name for name in policies if any("kl" in row for row in rows if row["policy"] == name)):
             colour = LINES.get(policy)
             turns, times = by_turn(rows, policy, lambda row: row["timings"]["ttft_ms"])
             left.plot(turns + 1, times, "o-", color=colour, markersize=4, label=policy)

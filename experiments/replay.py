@@ -18,6 +18,7 @@ from jaxtyping import Float
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
+import models
 from experiments import replay_report, report
 from experiments.errors import InputError
 from experiments.rows import RowLog
@@ -27,6 +28,7 @@ from experiments.traffic.source import Traffic, pretrained, read_traffic
 from experiments.traffic.tokenization import Encoder
 from experiments.upper_bound import SeenWindows
 from irminsul.cache import CacheConfig
+from irminsul.compilation import count_compilations
 from irminsul.policies import get_policy
 
 # A model small enough to replay long prompts on two cores, with room for any vocabulary and 64k positions.
@@ -49,7 +51,7 @@ class Lane:
 
     policy: str
     engine: Any
-    compilations_after_warmup: int = 0
+    computes: bool
 
 
 def run(config: ConfigDict, out: Path, create_engine: Callable[..., Any] | None = None) -> report.StudyResult:
@@ -67,25 +69,30 @@ def run(config: ConfigDict, out: Path, create_engine: Callable[..., Any] | None 
     key = {name: value for name, value in config.to_dict().items() if name not in ("resume", "live_table")}
     if not config.resume or config.share_across_traces:
         key["started"] = time.time()  # matches no earlier run
-    with RowLog(out, key) as log:
-        replay(config, lanes, traffic, model, log)
+    with RowLog(out, key) as log, count_compilations() as compiled:
+        replay(config, lanes, traffic, log)
     summary = replay_report.summarise(log.rows, policies)
-    compiled = (lane.engine.compilations - lane.compilations_after_warmup for lane in lanes)
-    summary["recompilations_after_warmup"] = sum(compiled)
+    summary["recompilations_after_warmup"] = compiled.programs
     result = replay_report.describe(config, policies, log.rows, summary, traffic, weights, out)
     log.remove()
     return result
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
 def _policies(config: ConfigDict) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in config.policy.split(",") if name.strip()))
+    names = _names(config.policy)
     if not names:
         raise InputError("policy is empty; name one or several, such as full,prefix,irminsul")
     try:
-        for name in names:
+        for name in (*names, *_names(config.plan_only)):
             get_policy(name)
     except ValueError as error:
         raise InputError(str(error)) from error
+    if "full" in _names(config.plan_only):
+        raise InputError("plan_only=full: full prefill is what the others are compared with; leave it out")
     return names
 
 
@@ -93,23 +100,20 @@ def load_model(config: ConfigDict, traffic: Traffic) -> tuple[Any, str]:
     """The model ``config.model`` names, with what is to be said of its weights; None for ``none``."""
     if config.model == "none":
         return None, "No model: plan only, no logits."
-    from models import families
-
     checkpoint = pretrained(config.model)
     try:
         if checkpoint is not None:
-            from models import checkpoint as checkpoints
-
-            model, weights = checkpoints.load(str(checkpoint)), f"Model {checkpoint.name}, trained weights."
+            model, weights = models.load(checkpoint, config.dtype), f"Model {checkpoint.name}, trained weights."
         else:
             name = "irminsul-mini-mla" if config.model == "tiny" else config.model
             vocab = {"vocab_size": -(-traffic.encoder.vocab_size // 64) * 64}
-            model = families.random_model(name, seed=config.seed, **vocab, **(TINY if config.model == "tiny" else {}))
+            shape = vocab | TINY if config.model == "tiny" else vocab
+            model = models.random_model(name, config.seed, config.dtype, **shape)
             weights = (
                 f"Model {config.model} with random weights: KL and agreement show whether rows stand where they should "
                 "(arithmetic), not what reuse does to the quality of a trained model's answers."
             )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise InputError(f"model={config.model}: {error}") from error
     if traffic.encoder.vocab_size > model.vocab_size:
         raise InputError(
@@ -132,12 +136,13 @@ def make_lanes(
     traffic: Traffic,
     create_engine: Callable[..., Any] | None = None,
 ) -> list[Lane]:
-    """One engine a policy; with a model, each is warmed up: whatever compiles later is counted."""
+    """One engine a policy; with a model, each is warmed up, so that nothing should compile later."""
     if create_engine is None:
         from irminsul.engine import Engine
 
         create_engine = Engine.create
     new_tokens = max(traffic.longest_response, config.forced_steps + 1)
+    lanes: list[Lane] = []
     pages = config.pages or _enough_pages(config, model, traffic.longest_prompt + new_tokens)
     try:
         cache = CacheConfig(
@@ -147,11 +152,15 @@ def make_lanes(
             storage=config.storage,
             dtype=config.dtype,
         )
-        lanes = [Lane(policy, create_engine(model, cache, policy=policy, mode=config.mode)) for policy in policies]
+        for policy in policies:
+            computes = model is not None and policy not in _names(config.plan_only)
+            engine = create_engine(model if computes else None, cache, policy=policy, mode=config.mode)
+            lanes.append(Lane(policy, engine, computes))
     except ValueError as error:
         raise InputError(str(error)) from error
-    for lane in lanes if model is not None else ():
-        warm_up(lane, traffic)
+    for lane in lanes:
+        if lane.computes:
+            warm_up(lane, traffic)
     return lanes
 
 
@@ -169,12 +178,11 @@ def warm_up(lane: Lane, traffic: Traffic) -> None:
         prompt = np.concatenate([tokens[:shift][::-1], tokens])[: traffic.longest_prompt]
         lane.engine.serve(prompt, namespace="warm-up", continuation=tokens[:2])
         lane.engine.serve(prompt, namespace="warm-up", max_new_tokens=2)
-    lane.compilations_after_warmup = lane.engine.compilations
 
 
-def replay(config: ConfigDict, lanes: list[Lane], traffic: Traffic, model: Any, log: RowLog) -> None:
+def replay(config: ConfigDict, lanes: list[Lane], traffic: Traffic, log: RowLog) -> None:
     """Serves every request on every lane, in order, and logs a row each."""
-    table = LiveTable([lane.policy for lane in lanes], with_model=model is not None) if config.live_table else None
+    table = LiveTable({lane.policy: lane.computes for lane in lanes}) if config.live_table else None
     seen, trace = SeenWindows(), None
     with tqdm(total=traffic.count, desc="replaying", unit=" requests", file=sys.stderr) as progress:
         for request in traffic.requests():
@@ -184,7 +192,7 @@ def replay(config: ConfigDict, lanes: list[Lane], traffic: Traffic, model: Any, 
                 seen = SeenWindows()
             trace = request.trace
             if trace not in log.finished:
-                rows = serve_turn(config, lanes, traffic.encoder, request, seen, model)
+                rows = serve_turn(config, lanes, traffic.encoder, request, seen)
                 for row in rows:
                     log.append(row)
                 if table is not None:
@@ -195,7 +203,7 @@ def replay(config: ConfigDict, lanes: list[Lane], traffic: Traffic, model: Any, 
 
 
 def serve_turn(
-    config: ConfigDict, lanes: list[Lane], encoder: Encoder, request: Request, seen: SeenWindows, model: Any
+    config: ConfigDict, lanes: list[Lane], encoder: Encoder, request: Request, seen: SeenWindows
 ) -> list[dict[str, Any]]:
     """One request on every lane: its rows, in the order of the lanes."""
     prompt, response = encoder.prompt(request), encoder.response(request)
@@ -208,7 +216,7 @@ def serve_turn(
         forced = response
         if lane.policy == "full":  # keeps nothing, so it need not walk through the whole response
             forced = response[:steps]
-        if model is not None and lane.policy == "full" and not len(response):
+        if lane.computes and lane.policy == "full" and not len(response):
             served = lane.engine.serve(prompt, namespace=namespace, max_new_tokens=steps)
             response = np.asarray(served.tokens, np.int32)
         else:
@@ -224,7 +232,7 @@ def serve_turn(
             "bins": {name: int(count) for name, count in served.bins.items()},
             "timings": {name: round(float(value), 4) for name, value in served.timings.items()},
         }
-        if model is not None:
+        if lane.computes:
             logits = distributions(served, steps)
             reference = logits if lane.policy == "full" else reference
             if reference is not None:

@@ -12,8 +12,9 @@ def get_config() -> ConfigDict:
         study="demo",
         scenario="agent_meta",
         turns=8,
-        prompt_tokens=4096,
+        prompt_tokens=4000,  # the last turn and its response fit into a context of 4096
         policy="full,prefix,naive,irminsul",
+        plan_only="prefix",  # it misses nearly everything here, so computing it would only repeat full prefill
         model="irminsul-mini-mla",
         pages=320,
         live_table=True,

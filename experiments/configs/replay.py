@@ -22,6 +22,7 @@ def get_config() -> ConfigDict:
             "tokenizer": "auto",  # deepseek, stdlib, a path; auto: the model's, else deepseek for traces
             # What serves it.
             "policy": "irminsul",  # several: "full,prefix,irminsul"; the summary speaks of the last
+            "plan_only": "",  # policies that compute nothing: their hits are counted, their time is not
             "model": "none",  # none: plan only; tiny; a preset or pretrained name; a path
             "mode": "fast",
             "storage": "base",

@@ -84,7 +84,7 @@ def _schema(module: str, function: ast.FunctionDef) -> dict:
             properties[argument.arg]["default"] = value
     required = [argument.arg for argument, default in zip(arguments, defaults, strict=True) if default is None]
     parameters = {"type": "object", "properties": properties, "required": required}
-    description = " ".join((ast.get_docstring(function) or "").split())[:600]
+    description = " ".join((ast.get_docstring(function) or "").split())[:240]
     name = f"{module}_{function.name}"
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 

@@ -26,8 +26,8 @@ SCENARIOS = ("agent_meta", "sysvar", "compact", "rerank", "tool_variants")
 
 @dataclass(frozen=True)
 class SessionShape:
-    """Sizes in tokens. ``prompt_tokens`` is the aim for the middle turn; ``varying_tokens`` bounds the varying part of
-    agent_meta and sysvar, whose length changes by at least its lower bound from turn to turn."""
+    """Sizes in tokens. ``prompt_tokens`` is about the longest prompt, that of the last turn; ``varying_tokens`` bounds
+    the varying part of agent_meta and sysvar, whose length changes by at least its lower bound from turn to turn."""
 
     scenario: str = "agent_meta"
     turns: int = 8
@@ -60,8 +60,8 @@ class _Parts:
 
 def generate_session(shape: SessionShape, encoder: Encoder, session: int = 0) -> list[Request]:
     """The requests of one session; the same shape, tokenizer and Python version give the same text."""
-    generator = random.Random(f"{shape.seed}/{shape.scenario}/{session}")
-    parts = _compose(shape, encoder, generator)
+    name = f"{shape.seed}/{shape.scenario}/{session}"
+    parts = _compose(shape, encoder, random.Random(name))
     requests = []
     for turn in range(shape.turns):
         history = [message for exchange in parts.exchanges[:turn] for message in exchange]
@@ -76,14 +76,15 @@ def generate_session(shape: SessionShape, encoder: Encoder, session: int = 0) ->
             response=answer.content,
         )
         requests.append(base)
-    return list(_VARY[shape.scenario](shape, encoder, generator, parts, requests))
+    varying = random.Random(f"{name}/varying")  # of its own: the same lengths whatever the library's sources hold
+    return list(_VARY[shape.scenario](shape, encoder, varying, parts, requests))
 
 
 def _compose(shape: SessionShape, encoder: Encoder, generator: random.Random) -> _Parts:
-    per_turn = shape.prompt_tokens // 32  # each exchange; half of them stand in the middle turn's prompt
-    static = shape.prompt_tokens - per_turn * shape.turns // 2
+    per_turn = shape.prompt_tokens // (5 * shape.turns)  # each exchange; all of them are a fifth of the last prompt
+    static = shape.prompt_tokens - per_turn * shape.turns - 64  # 64: role tags and names
     if shape.scenario in ("agent_meta", "sysvar"):
-        static -= sum(shape.varying_tokens) // 2
+        static -= shape.varying_tokens[1]
     tools = _fill(map(tool_text, _shuffled(corpus.tool_schemas(), generator)), encoder, static // 4)
     notes = _shuffled(corpus.docstrings(), generator)
     middle = len(notes) // 2
@@ -131,7 +132,7 @@ def _exchange(path: Path, encoder: Encoder, generator: random.Random, tokens: in
     word = generator.choice(("def ", "class ", "return ", "raise ", "import "))
     question = f"Which lines of {path.name} hold {word.strip()!r}, and what do they have in common?"
     call = corpus.tool_call("grep", {"pattern": word, "path": path.name})
-    answer = f"I will look at every line of {path.name} that holds {word.strip()!r} and then compare them.\n{call}"
+    answer = f"I will look at {path.name} first.\n{call}"
     used = encoder.count(question) + encoder.count(answer)
     observation = encoder.cut(corpus.matches(path, word) or "no match", max(16, tokens - used))
     return Message("user", question), Message("assistant", answer), Message("tool", observation)

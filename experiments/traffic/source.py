@@ -14,8 +14,7 @@ from experiments.traffic.readers import ReadReport, read_requests
 from experiments.traffic.session import Request, limit_traces
 from experiments.traffic.tokenization import Encoder, load_tokenizer
 from experiments.traffic.transforms import get_transform
-
-PRETRAINED = Path(__file__).parents[2] / "models" / "pretrained"
+from models.pretrained import FOLDER, TOKENIZER
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def read_traffic(config: ConfigDict) -> Traffic:
     if damage.skipped:
         print(f"{source}: {damage}", file=sys.stderr)
     prompts, responses = zip(*sizes, strict=True)
-    description = f"{source}, transform {config.transform}, tokenizer {Path(_tokenizer_name(config)).name}"
+    description = f"{source}, transform {config.transform}, tokenizer {_tokenizer_label(_tokenizer_name(config))}"
     if damage.skipped:
         description += f" ({damage})"
     return Traffic(requests, encoder, len(sizes), max(prompts), max(responses), description)
@@ -66,8 +65,8 @@ def read_traffic(config: ConfigDict) -> Traffic:
 
 def pretrained(model: str) -> Path | None:
     """The folder of a checkpoint, by name or path; None for models that are made up."""
-    for path in (PRETRAINED / model, Path(model)):
-        if model not in ("", "none", "tiny") and path.is_dir():
+    for path in (FOLDER / model, Path(model)):
+        if model and (path / "config.json").is_file():
             return path
     return None
 
@@ -77,5 +76,13 @@ def _tokenizer_name(config: ConfigDict) -> str:
         return config.tokenizer
     checkpoint = pretrained(config.model)
     if checkpoint is not None and (checkpoint / "tokenizer.json").is_file():
-        return str(checkpoint / "tokenizer.json")
-    return "deepseek" if config.traces else "stdlib"
+        return str(checkpoint)
+    if config.traces and not config.model.startswith("irminsul-mini"):
+        return "deepseek"
+    return str(TOKENIZER.parent) if TOKENIZER.is_file() else "stdlib"
+
+
+def _tokenizer_label(name: str) -> str:
+    """The name without the path it may be."""
+    path = Path(name)
+    return path.parent.name if path.name == "tokenizer.json" else path.name

@@ -13,7 +13,6 @@ class StandInEngine:
 
     def __init__(self, model, config, policy, mode):
         self.model, self.config, self.policy = model, config, policy
-        self.compilations = 0
         self.streams: dict[str, list[list[int]]] = {}
         self.served: list[tuple[str, int]] = []
 
@@ -25,7 +24,6 @@ class StandInEngine:
         tokens = [int(token) for token in tokens]
         assert 0 < len(tokens) <= self.config.max_prompt_tokens
         self.served.append((namespace, len(tokens)))
-        self.compilations = max(self.compilations, 1)
         bins = self._bins(tokens, self.streams.get(namespace, []))
         steps, text = [], list(tokens)
         forced = [] if continuation is None else [int(token) for token in continuation]

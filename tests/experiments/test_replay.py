@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from experiments_stand_in import BINS, StandInEngine
@@ -91,11 +92,22 @@ def test_policies_are_compared_with_full_prefill(config, tmp_path, with_model):
 def test_compilations_after_warmup_are_counted(config, tmp_path, with_model):
     class Recompiling(StandInEngine):
         def serve(self, tokens, **named):
-            self.compilations += 1
+            jax.jit(lambda x: x + 1)(np.zeros(3))  # a new function each time
             return super().serve(tokens, **named)
 
     config.model = "stand-in"
     assert replay.run(config, tmp_path, Recompiling.create)["summary"]["recompilations_after_warmup"] == 2 * 6
+
+
+def test_policies_that_only_plan(config, tmp_path, with_model):
+    config.policy, config.plan_only, config.model = "prefix,irminsul", "prefix", "stand-in"
+    engines = Engines()
+    result = replay.run(config, tmp_path, engines)
+    assert [(engine.policy, engine.model is None) for engine in engines.made] == [
+        ("full", False), ("prefix", True), ("irminsul", False),
+    ]  # fmt: skip
+    assert all(("kl" in row) == (row["policy"] != "prefix") for row in result["rows"])
+    assert "prefix_kl" not in result["summary"]
 
 
 def test_requests_without_response_use_the_greedy_continuation(config, tmp_path, with_model):
@@ -179,6 +191,7 @@ def test_result_refuses_what_is_no_number(tmp_path):
         ({"transform": "shuffle"}, "transform=shuffle"),
         ({"scenario": "chat"}, "scenario=chat"),
         ({"traces": "nowhere.jsonl"}, "nowhere.jsonl: no such file"),
+        ({"plan_only": "full"}, "plan_only=full"),
         ({"pages": -1}, "num_pages=-1"),
     ],
 )
