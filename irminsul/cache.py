@@ -9,13 +9,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jaxtyping import Int32
 
 from irminsul import fingerprint, page_tree, registry
 from irminsul.chunking import ChunkingConfig
 from irminsul.page_tree import PageTree
-from irminsul.pool import LatentPool, Storage, new_pool
+from irminsul.pool import LatentPool, new_pool
 from irminsul.registry import Registry
+from pallas_kernels.page_table import Storage
 
 
 class ConsumedError(RuntimeError):
@@ -55,8 +58,15 @@ class CacheConfig:
 
     @property
     def table_entries(self) -> int:
-        """Entries of a page table (``S``): four a page of tokens, more than spans of ``min_reuse`` tokens can need."""
-        return 4 * -(-(self.max_prompt_tokens + self.max_new_tokens) // self.page_size) + 8
+        """Entries of a page table (``S``): four a page of tokens, and never fewer than a prompt served without shifted
+        rows can need (its pages are full or end a segment, so at most one a page and one a chunk)."""
+        pages = -(-(self.max_prompt_tokens + self.max_new_tokens) // self.page_size)
+        return max(4 * pages, pages + self.max_prompt_tokens // self.chunking.min_tokens) + 8
+
+    @property
+    def planned_entries(self) -> int:
+        """Entries that prefill may use; the others are kept for the tokens that decoding adds."""
+        return self.table_entries - -(-self.max_new_tokens // self.page_size) - 1
 
 
 @struct.dataclass
@@ -64,13 +74,15 @@ class ContentCache:
     """Everything a cache knows. ``pool`` is None for a cache that only plans.
 
     ``namespaces`` lists the keys (``fingerprint.key_bytes`` of namespace, model digest, adapter and format) in order of
-    first use; a page belongs to one of them by index. ``clock`` counts steps; the tree counts along, which is how a
-    consumed cache is told from a current one.
+    first use; a page belongs to one of them by index. ``in_flight`` counts, per page, the requests between ``prefill``
+    and ``complete`` that read or write it; such a page is never given away. ``clock`` counts steps; the tree counts
+    along, which is how a consumed cache is told from a current one.
     """
 
     pool: LatentPool | None
     tree: PageTree
     registry: Registry
+    in_flight: Int32[np.ndarray, " N"]
     clock: int
     namespaces: tuple[bytes, ...] = struct.field(pytree_node=False)
     config: CacheConfig = struct.field(pytree_node=False)
@@ -87,7 +99,9 @@ class ContentCache:
         """An independent cache with the same content."""
         self.require_alive()
         pool = jax.tree.map(jnp.copy, self.pool)
-        return dataclasses.replace(self, pool=pool, tree=self.tree.copy(), registry=self.registry.copy())
+        return dataclasses.replace(
+            self, pool=pool, tree=self.tree.copy(), registry=self.registry.copy(), in_flight=self.in_flight.copy()
+        )
 
 
 def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
@@ -101,6 +115,7 @@ def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
         registry=registry.new_registry(
             config.num_pages, config.page_size, config.chunking.anchor_every, config.chunking.mean_tokens
         ),
+        in_flight=np.zeros(config.num_pages, np.int32),
         clock=0,
         namespaces=(),
         config=config,

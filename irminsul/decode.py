@@ -11,11 +11,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from irminsul.cache import ContentCache
-from irminsul.pool import LatentPool, Storage
+from irminsul.pool import LatentPool
 from irminsul.prefill import Request
 from irminsul.sampling import Sampling, sample
 from irminsul.view import PagedView
-from pallas_kernels.page_table import PageTable, page_table_from_array
+from pallas_kernels.page_table import PageTable, Storage, page_table_from_array
 
 
 @struct.dataclass

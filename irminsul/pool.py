@@ -1,15 +1,13 @@
 """The paged rows on the device. No copy of the pool is ever made: it goes into a step donated and comes out in
 place."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
-
-Storage = Literal["base", "unrotated"]
 
 
 @struct.dataclass

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from irminsul.pool import LatentPool, Storage
-from pallas_kernels.page_table import PageTable
+from irminsul.pool import LatentPool
+from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, rotated_latent_attention
@@ -66,13 +66,13 @@ class PagedView:
         if self.form == "expanded":
             out, _ = expanded_latent_attention(
                 q_nope, q_rope, self.query_position, *pages, w_uk, w_uv,
-                scale=scale, implementation=self.implementation,
+                scale=scale, storage=self.storage, implementation=self.implementation,
             )  # fmt: skip
             return out, view
         q_latent = jnp.einsum("MHK,HKC->MHC", q_nope, w_uk)
         out, _ = rotated_latent_attention(
             q_latent, q_rope, self.query_position, self.query_offsets, *pages,
-            scale=scale, implementation=self.implementation,
+            scale=scale, storage=self.storage, implementation=self.implementation,
         )  # fmt: skip
         return jnp.einsum("MHC,HCV->MHV", out, w_uv), view
 
@@ -92,7 +92,7 @@ class PagedView:
         out, _ = rotated_grouped_attention(
             query, self.query_position, self.query_offsets,
             view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary,
-            key_heads=key_heads, scale=scale, implementation=self.implementation,
+            key_heads=key_heads, scale=scale, storage=self.storage, implementation=self.implementation,
         )  # fmt: skip
         return out, view
 

@@ -7,11 +7,16 @@ Notation shared by the attention ops: ``M`` query tokens, ``H`` heads, ``C`` lat
 ``L`` layers, ``N`` pages in the pool, ``G`` rows a page, ``B`` requests, ``S`` table entries a request.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
+
+# How rotary keys are stored: turned to the position they were computed at, or before any rotation.
+Storage = Literal["base", "unrotated"]
 
 
 @struct.dataclass
@@ -21,7 +26,8 @@ class PageTable:
     Entry ``s`` makes rows ``row_begin <= r < row_end`` of page ``page_id`` visible as the tokens at positions
     ``target_position + (r - row_begin)``; their rotary keys are stored for positions
     ``base_position + (r - row_begin)``, so attention turns them by ``delta = target_position - base_position``.
-    Entries need no order. No row outside the range is ever read into a result.
+    With ``storage="unrotated"`` keys are stored before rotation, ``base_position`` is not read, and each row is
+    turned by its position. Entries need no order. No row outside the range is ever read into a result.
     """
 
     page_id: Int[Array, "B S"]
@@ -51,5 +57,5 @@ def page_table_from_entries(entries: list[tuple[int, int, int, int, int]], capac
 
 
 def page_table_from_array(entries: Int[np.ndarray, "B S 5"]) -> PageTable:
-    """A table from ``(page_id, row_begin, row_end, target_position, base_position)`` rows, moved to the device at once."""
+    """A table from rows ``(page_id, row_begin, row_end, target_position, base_position)``, in one transfer."""
     return PageTable(*jax.device_put([np.ascontiguousarray(entries[..., field], np.int32) for field in range(5)]))

@@ -10,7 +10,7 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.page_table import PageTable
+from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_grouped_attention import reference
 
@@ -29,6 +29,7 @@ def rotated_grouped_attention(
     *,
     key_heads: int,
     scale: float,
+    storage: Storage = "base",
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
     """Causal-by-position attention of ragged requests over their pages.
@@ -43,6 +44,7 @@ def rotated_grouped_attention(
       rotary: table of the layer (no layer axis), as wide as a head.
       key_heads: ``J``.
       scale: softmax scale.
+      storage: whether keys are stored at their ``base_position`` or ``unrotated``.
       implementation: None picks the fastest that runs here; a named one runs or raises.
 
     Returns:
@@ -78,6 +80,7 @@ def rotated_grouped_attention(
             rotary,
             key_heads=key_heads,
             scale=scale,
+            storage=storage,
         )
     raise NotImplementedError(
         f"rotated_grouped_attention: implementation={implementation!r} is not available on "

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.page_table import PageTable
+from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 
 ENTRIES_PER_STEP = 8
@@ -28,6 +28,7 @@ def rotated_grouped_attention(
     *,
     key_heads: int,
     scale: float,
+    storage: Storage = "base",
 ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
     """See ``api.rotated_grouped_attention``."""
     tokens, heads, width = query.shape
@@ -47,7 +48,9 @@ def rotated_grouped_attention(
         def attend_step(step, carry):
             corner, shape = (request, step * ENTRIES_PER_STEP), (1, ENTRIES_PER_STEP)
             part = jax.tree.map(lambda field: jax.lax.dynamic_slice(field, corner, shape), page_table)
-            key, value, position = _gather_rows(key_pages, value_pages, layer, part, last_position, rotary, key_heads)
+            key, value, position = _gather_rows(
+                key_pages, value_pages, layer, part, last_position, rotary, key_heads, storage
+            )
             visible = mine[:, None] & (position[None] <= query_position[:, None])
             return _accumulate(carry, grouped, key, value, visible, scale)
 
@@ -77,6 +80,7 @@ def _gather_rows(
     last_position: Int[Array, ""],
     rotary: RotaryTable,
     key_heads: int,
+    storage: Storage,
 ) -> tuple[Float[Array, "K J D"], Float[Array, "K J D"], Int[Array, " K"]]:
     """Rows of a few entries as float32 keys turned to their positions, values, and positions.
 
@@ -97,7 +101,8 @@ def _gather_rows(
         gathered = pages.at[layer, page[:, 0]].get(mode="promise_in_bounds").astype(jnp.float32)
         return jnp.where(valid[..., None], gathered, 0).reshape(*valid.shape, key_heads, -1)
 
-    key, value = rotate(rows(key_pages), target - base, rotary), rows(value_pages)
+    delta = target - base if storage == "base" else jnp.where(valid, position, 0)
+    key, value = rotate(rows(key_pages), delta, rotary), rows(value_pages)
     heads = (valid.size, *key.shape[-2:])
     position = jnp.where(valid, position, jnp.iinfo(jnp.int32).max)
     return key.reshape(heads), value.reshape(heads), position.ravel()

@@ -10,9 +10,9 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.page_table import PageTable
+from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
-from pallas_kernels.rotated_latent_attention import expanded, reference
+from pallas_kernels.rotated_latent_attention import expanded, hopper, reference
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
@@ -29,6 +29,7 @@ def rotated_latent_attention(
     rotary: RotaryTable,
     *,
     scale: float,
+    storage: Storage = "base",
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Causal-by-position attention of ragged requests over their pages.
@@ -43,7 +44,9 @@ def rotated_latent_attention(
       page_table: ``[B, S]`` entries; a row is visible to a query at or after its position.
       rotary: table of the layer (no layer axis).
       scale: softmax scale.
-      implementation: None picks the fastest that runs here; a named one runs or raises.
+      storage: whether keys are stored at their ``base_position`` or ``unrotated``.
+      implementation: None takes XLA, which runs everywhere; a named one runs or raises. "mosaic_gpu" is proved in the
+        interpreter and not yet measured on a device, so nothing chooses it by itself.
 
     Returns:
       The attention output in the latent space (dtype of ``q_latent``) and the float32 natural log-sum-exp of the
@@ -52,19 +55,13 @@ def rotated_latent_attention(
     Raises:
       NotImplementedError: if the named implementation cannot run on this device.
     """
-    _require_available("rotated_latent_attention", implementation)
-    return reference.rotated_latent_attention(
-        q_latent,
-        q_rope,
-        query_position,
-        query_offsets,
-        latent_pages,
-        rope_pages,
-        layer,
-        page_table,
-        rotary,
-        scale=scale,
-    )
+    operands = (
+        q_latent, q_rope, query_position, query_offsets, latent_pages, rope_pages, layer, page_table, rotary
+    )  # fmt: skip
+    if implementation == "mosaic_gpu" and hopper.is_available():
+        return hopper.rotated_latent_attention(*operands, scale=scale)
+    _require_xla("rotated_latent_attention", implementation)
+    return reference.rotated_latent_attention(*operands, scale=scale)
 
 
 def expanded_latent_attention(
@@ -80,6 +77,7 @@ def expanded_latent_attention(
     w_uv: Float[Array, "H C V"],
     *,
     scale: float,
+    storage: Storage = "base",
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
     """The same attention for one request with rows projected up to per-head keys and values, for large blocks.
@@ -90,7 +88,7 @@ def expanded_latent_attention(
       q_nope: queries before absorption.
       q_rope: rotary queries, already rotated to ``query_position``.
       query_position: position of each query token; a negative one is padding (output 0, log-sum-exp -inf).
-      latent_pages, rope_pages, layer, rotary, scale, implementation: as for ``rotated_latent_attention``.
+      latent_pages, rope_pages, layer, rotary, scale, storage, implementation: as for ``rotated_latent_attention``.
       page_table: ``[1, S]`` entries.
       w_uk, w_uv: per-head up-projections of the latent to keys and values.
 
@@ -101,18 +99,29 @@ def expanded_latent_attention(
       ValueError: if the table holds more than one request.
       NotImplementedError: if the named implementation cannot run on this device.
     """
-    _require_available("expanded_latent_attention", implementation)
+    _require_xla("expanded_latent_attention", implementation)
     if page_table.page_id.shape[0] != 1:
         raise ValueError(
             f"expanded_latent_attention: page_table holds {page_table.page_id.shape[0]} requests and the expanded form "
             "serves one; use rotated_latent_attention for several"
         )
     return expanded.expanded_latent_attention(
-        q_nope, q_rope, query_position, latent_pages, rope_pages, layer, page_table, rotary, w_uk, w_uv, scale=scale
+        q_nope,
+        q_rope,
+        query_position,
+        latent_pages,
+        rope_pages,
+        layer,
+        page_table,
+        rotary,
+        w_uk,
+        w_uv,
+        scale=scale,
+        storage=storage,
     )
 
 
-def _require_available(op: str, implementation: Implementation | None) -> None:
+def _require_xla(op: str, implementation: Implementation | None) -> None:
     if implementation not in (None, "xla"):
         raise NotImplementedError(
             f"{op}: implementation={implementation!r} is not available on {jax.devices()[0].device_kind!r}; "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.page_table import PageTable
+from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_latent_attention.reference import (
     PAGES_PER_STEP,
@@ -35,6 +35,7 @@ def expanded_latent_attention(
     w_uv: Float[Array, "H C V"],
     *,
     scale: float,
+    storage: Storage = "base",
     pages_per_step: int = PAGES_PER_STEP,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
     """See ``api.expanded_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
@@ -42,7 +43,8 @@ def expanded_latent_attention(
     up_key, up_value = w_uk.astype(jnp.float32), w_uv.astype(jnp.float32)
     query = jnp.concatenate([q_nope, q_rope], axis=-1).astype(jnp.float32).swapaxes(0, 1) * scale
     page_size = latent_pages.shape[2]
-    entries, steps = visible_entries(page_table, jnp.max(query_position, initial=-1), page_size, pages_per_step)
+    last_position = jnp.max(query_position, initial=-1)
+    entries, steps = visible_entries(page_table, last_position, page_size, pages_per_step, storage)
 
     def step(index, state):
         rows = gather_rows(latent_pages, rope_pages, layer, entries, index, rotary, pages_per_step)

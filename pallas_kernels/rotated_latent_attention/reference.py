@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.page_table import PageTable
+from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 
 PAGES_PER_STEP = 8
@@ -45,6 +45,7 @@ def rotated_latent_attention(
     rotary: RotaryTable,
     *,
     scale: float,
+    storage: Storage = "base",
     pages_per_step: int = PAGES_PER_STEP,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
@@ -60,6 +61,7 @@ def rotated_latent_attention(
         layer=layer,
         rotary=rotary,
         scale=scale,
+        storage=storage,
         pages_per_step=pages_per_step,
     )
     if requests == 1:
@@ -82,6 +84,7 @@ def attend_one_table(
     layer: Int[Array, ""],
     rotary: RotaryTable,
     scale: float,
+    storage: Storage,
     pages_per_step: int,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Queries that share one table. Float32 output and log-sum-exp."""
@@ -90,7 +93,7 @@ def attend_one_table(
     flat_latent = q_latent.reshape(tokens * heads, width).astype(jnp.float32) * scale
     flat_rope = q_rope.reshape(tokens * heads, -1).astype(jnp.float32) * scale
     page_size = latent_pages.shape[2]
-    entries, steps = visible_entries(table, jnp.max(position, initial=-1), page_size, pages_per_step)
+    entries, steps = visible_entries(table, jnp.max(position, initial=-1), page_size, pages_per_step, storage)
 
     def step(index, state):
         rows = gather_rows(latent_pages, rope_pages, layer, entries, index, rotary, pages_per_step)
@@ -114,10 +117,13 @@ class Softmax(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """One request's table as the loop reads it: ``S`` entries, a multiple of the entries a step."""
+    """One request's table as the loop reads it: ``S`` entries, a multiple of the entries a step.
+
+    ``delta`` is one distance an entry, or one a row where keys are stored unrotated.
+    """
 
     page: Int[Array, " S"]
-    delta: Int[Array, " S"]
+    delta: Int[Array, "S *rows"]
     position: Int[Array, "S G"]
 
 
@@ -130,7 +136,7 @@ class Rows(NamedTuple):
 
 
 def visible_entries(
-    table: PageTable, last_position: Int[Array, ""], page_size: int, pages_per_step: int
+    table: PageTable, last_position: Int[Array, ""], page_size: int, pages_per_step: int, storage: Storage
 ) -> tuple[Entries, Int[Array, ""]]:
     """Entries of a one-request table, and the steps up to the last one with a row at or before ``last_position``.
 
@@ -148,8 +154,9 @@ def visible_entries(
     position = target[:, None] + row - begin[:, None]
     seen = (row >= begin[:, None]) & (row < end[:, None]) & (position <= last_position)
     count = jnp.max(jnp.where(jnp.any(seen, axis=1), jnp.arange(seen.shape[0]) + 1, 0))
+    delta = jnp.where(used, target - base, 0) if storage == "base" else jnp.where(seen, position, 0)
     position = jnp.where(seen, position, NEVER)
-    return Entries(jnp.where(used, page, 0), jnp.where(used, target - base, 0), position), -(-count // pages_per_step)
+    return Entries(jnp.where(used, page, 0), delta, position), -(-count // pages_per_step)
 
 
 def gather_rows(
