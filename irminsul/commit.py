@@ -1,8 +1,7 @@
 """How a request changes a cache: pages are chosen, claimed, and at the end made findable.
 
 ``allocate`` decides and changes nothing, so every refusal comes before any change. Between ``claim`` and ``finish``
-the rows exist but no fingerprint leads to them; a request that is dropped half-way leaves pages that age out like any
-other.
+the rows exist but no fingerprint leads to them, and ``in_flight`` keeps the pages of the request where they are.
 """
 
 import numpy as np
@@ -81,25 +80,26 @@ def finish(
         tree.pure[page, : max(0, pure_end - record.begin)] = True
         tree.decoded[page, max(0, plan.length - record.begin) : len(held)] = True
         tree.pure[page, len(held) :] = False
-        if record.copied_rows and _settle_copy(tree, page, record.copied_from):
+        if record.copied_rows and _settle_copy(tree, page, record.copied_from, cache.in_flight):
             continue
         page_of[record.begin : record.begin + len(held)] = page
         row_of[record.begin : record.begin + len(held)] = np.arange(len(held))
     _insert_hints(cache, content, page_of, row_of, pure_end)
 
 
-def _settle_copy(tree: PageTree, page: int, source: int) -> bool:
+def _settle_copy(tree: PageTree, page: int, source: int, in_flight: np.ndarray) -> bool:
     """Keeps one of a page and the page it was copied from where one says all the other does; true if ``page`` goes."""
     if tree.namespace[source] != tree.namespace[page] or tree.parent[source] != tree.parent[page]:
         return False
     shared = min(int(tree.fill[page]), int(tree.fill[source]))
     if not np.array_equal(tree.tokens[page, :shared], tree.tokens[source, :shared]):
         return False
-    redundant = tree.fill[page] <= shared and tree.first_child[page] == NONE
+    redundant = tree.fill[page] <= shared and tree.first_child[page] == NONE and not in_flight[page]
     if redundant and (tree.pure[page, :shared] <= tree.pure[source, :shared]).all():
         page_tree.release(tree, page)
         return True
-    if tree.first_child[source] == NONE and (tree.pure[source, :shared] <= tree.pure[page, :shared]).all():
+    superseded = tree.fill[source] <= shared and tree.first_child[source] == NONE and not in_flight[source]
+    if superseded and (tree.pure[source, :shared] <= tree.pure[page, :shared]).all():
         page_tree.release(tree, source)
     return False
 
@@ -110,14 +110,14 @@ def _insert_hints(
     """Hints for the ranges that end in a fresh row; their beginnings may lie in pages to the left."""
     tree, hints = cache.tree, cache.registry
 
-    def add(table: registry.HintTable, ends: np.ndarray, keys: np.ndarray, limit: int) -> None:
+    def add(table: registry.HintTable, ends: list[np.ndarray], keys: list[np.ndarray], limit: int) -> None:
+        ends, keys = np.concatenate(ends), np.concatenate(keys)
         here = ends <= limit
         here[here] = page_of[ends[here] - 1] >= 0
         last = ends[here] - 1
         registry.insert(table, tree, keys[here], page_of[last], row_of[last] + 1, cache.clock)
 
-    length = len(content.tokens)
-    add(hints.content, content.anchor_ends, content.anchor_fingerprints, length)
-    add(hints.content, content.chunk_ends, content.chunk_fingerprints, length)
-    add(hints.chain, content.chunk_ends, content.chain_fingerprints, pure_end)
-    add(hints.chain, np.array([ROOT_WINDOW]), np.array([content.root_fingerprint]), min(length, pure_end))
+    anchors_and_chunks = [content.anchor_fingerprints, content.chunk_fingerprints]
+    add(hints.content, [content.anchor_ends, content.chunk_ends], anchors_and_chunks, len(content.tokens))
+    chains = [content.chain_fingerprints, np.array([content.root_fingerprint])]
+    add(hints.chain, [content.chunk_ends, np.array([ROOT_WINDOW])], chains, min(len(content.tokens), pure_end))

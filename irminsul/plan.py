@@ -108,9 +108,20 @@ def read_content(
 
 
 def plan_prompt(
-    tree: PageTree, hints: Registry, content: PromptContent, namespace: int, policy: Policy, anchor_window: int
+    tree: PageTree,
+    hints: Registry,
+    content: PromptContent,
+    namespace: int,
+    policy: Policy,
+    anchor_window: int,
+    max_entries: int | None = None,
 ) -> ReusePlan:
-    """Plans a prompt of at least one token. ``namespace`` is the owner id that pages must carry to be used."""
+    """Plans a prompt of at least one token.
+
+    Args:
+      namespace: the owner id that pages must carry to be used.
+      max_entries: of the page table; None for no limit.
+    """
     tokens = content.tokens
     bins = np.full(len(tokens), NEW, np.int8)
     spans: list[Span] = []
@@ -121,6 +132,8 @@ def plan_prompt(
         bins[:exact_end] = EXACT
     if policy.shifted != "ignore":
         spans += _shifted_spans(tree, hints, content, namespace, policy, anchor_window, exact_end, bins)
+        if max_entries is not None:
+            spans = _fit_entries(spans, content.segment_ends, len(tokens), tree.page_size, max_entries, bins)
     elif not policy.exact:
         bins[:] = REFUSED
     bins[-1] = LAST
@@ -137,6 +150,35 @@ def _fill_gaps(spans: list[Span], length: int) -> list[Span]:
     if position < length:
         filled.append(Span(position, length, False))
     return filled
+
+
+def _fit_entries(
+    spans: list[Span], segment_ends: np.ndarray, length: int, page_size: int, max_entries: int, bins: np.ndarray
+) -> list[Span]:
+    """Computes the shifted spans with the most pieces a token, one by one, until a page table can hold the plan.
+
+    A page table has an entry a piece and an entry a fresh page; a computed run needs at most a page every
+    ``page_size`` tokens and one more a segment that starts in it. Joining runs needs no more than they did apart.
+    """
+
+    def fresh_pages(begin: int, end: int) -> int:
+        segments = np.searchsorted(segment_ends, [begin, end])
+        return -(-(end - begin) // page_size) + int(segments[1] - segments[0])
+
+    def density(span: Span) -> int:
+        return (len(span.pieces) << 10) // (span.end - span.begin)
+
+    entries = sum(
+        fresh_pages(span.begin, span.end) if span.computed else len(span.pieces) for span in _fill_gaps(spans, length)
+    )
+    served = list(spans)
+    for span in sorted((span for span in spans if not span.exact), key=density, reverse=True):
+        if entries <= max_entries:
+            break
+        entries += fresh_pages(span.begin, span.end) - len(span.pieces)
+        bins[span.begin : span.end] = SHORT
+        served.remove(span)
+    return served
 
 
 def _exact_prefix(

@@ -21,13 +21,13 @@ from jaxtyping import Array, Float, Int, Int32
 from irminsul import fingerprint, page_tree
 from irminsul.blocks import Block, CostModel, Mode, blocks_for, choose_block, cost_model
 from irminsul.cache import ContentCache, cache_format, open_namespace
-from irminsul.commit import allocate, claim, finish, pages_in_use
-from irminsul.placement import FreshPage, assign, place
+from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use
+from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import PromptContent, ReusePlan, plan_prompt, read_content
 from irminsul.policies import Policy, get_policy
-from irminsul.pool import LatentPool, Storage, copy_pages
+from irminsul.pool import LatentPool, copy_pages
 from irminsul.view import PagedView
-from pallas_kernels.page_table import PageTable, page_table_from_array
+from pallas_kernels.page_table import PageTable, Storage, page_table_from_array
 
 COPY_CAPACITY = 8
 
@@ -52,7 +52,8 @@ class Request:
     """A prefilled request: its plan, its pages, and where decoding writes.
 
     ``slots [D, 2]`` are page and row of the tokens behind the prompt; ``entries`` the page table so far, ``(page_id,
-    row_begin, row_end, target_position, base_position)``.
+    row_begin, row_end, target_position, base_position)``; ``held`` the pages it reads or writes, which stay where they
+    are until ``complete``.
     """
 
     plan: ReusePlan
@@ -62,6 +63,7 @@ class Request:
     pages: Int32[np.ndarray, " F"]
     entries: Int32[np.ndarray, "S 5"]
     slots: Int32[np.ndarray, "D 2"]
+    held: Int32[np.ndarray, " U"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +100,7 @@ def prefill(
     donate: bool = True,
     keep_hidden: bool = False,
 ) -> PrefillResult:
-    """Serves a prompt from the cache. Follow it with ``complete`` to keep its rows for later requests.
+    """Serves a prompt from the cache. Follow it with ``complete``, which ends the request and keeps its rows.
 
     Args:
       model: params, rotary table and forward function (``models.families.Model``), or None to plan only.
@@ -111,22 +113,26 @@ def prefill(
       keep_hidden: return the hidden state of every computed token.
 
     Raises:
-      ValueError: for an empty prompt, one beyond the model's or the cache's limit, or a token id out of range.
+      ValueError: for a policy that storage cannot serve, an empty prompt, one beyond the model's or the cache's
+        limit, or a token id out of range.
       PoolTooSmallError: if the pool cannot hold the prompt. In every case the cache is unchanged.
       ConsumedError: if the cache was taken over by an earlier step.
     """
     started = time.perf_counter()
     policy = get_policy(policy)
     cache.require_alive()
+    if cache.config.storage == "unrotated" and not policy.rotate:
+        raise ValueError(
+            f"policy={policy.name!r} serves keys where they were computed, which storage='unrotated' does not know; "
+            "use storage='base'"
+        )
     tokens = _validated(tokens, model, cache, new_tokens)
     blocks = () if model is None else blocks_for(model, mode)
     key = request_key(cache, model, namespace, adapter)
     cache, owner = open_namespace(cache, key)
     content = read_content(tokens, cache.config.chunking, key)
-    plan = plan_prompt(cache.tree, cache.registry, content, owner, policy, cache.config.chunking.anchor_window)
-    placement = place(cache.tree, plan, rotate=policy.rotate, extra_tokens=new_tokens)
+    plan, placement, pages, evicted = _plan_within_pool(cache, content, owner, policy, new_tokens)
     keep = pages_in_use(cache.tree, plan)
-    pages, evicted = allocate(cache.tree, placement, keep)
     placement = assign(placement, pages)
     planned = time.perf_counter()
 
@@ -134,11 +140,11 @@ def prefill(
     for page in evicted.tolist():
         page_tree.release(cache.tree, page)
     claim(cache.tree, placement.fresh, pages, tokens, owner)
-    cache.tree.last_used[keep] = cache.clock
-    cache.tree.last_used[pages] = cache.clock
-    request = Request(
-        plan, policy, key, placement.fresh, pages, placement.entries, decode_slots(placement.fresh, pages, plan.length)
-    )
+    held = np.concatenate([np.flatnonzero(keep), pages]).astype(np.int32)
+    cache.tree.last_used[held] = cache.clock
+    cache.in_flight[held] += 1
+    slots = decode_slots(placement.fresh, pages, plan.length)
+    request = Request(plan, policy, key, placement.fresh, pages, placement.entries, slots, held)
     logits = hidden = None
     if model is not None:
         batch = pack_batch(cache, plan, placement.positions, placement.write_page, placement.write_row, request)
@@ -157,10 +163,18 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
     """Ends a request: its rows become findable (or are given back, if the policy keeps none). Works in place.
 
     ``generated`` are the tokens whose rows decoding wrote behind the prompt.
+
+    Raises:
+      ConsumedError: if the cache was taken over by a later step.
+      ValueError: if the request has ended, or is none of this cache.
     """
+    cache.require_alive()
     tree = cache.tree
+    if not (cache.in_flight[request.held] > 0).all():
+        raise ValueError("request is not in flight in this cache: it has ended, or was prefilled in another one")
+    cache.in_flight[request.held] -= 1
     if not request.policy.register:
-        for page in request.pages.tolist():
+        for page in request.pages[cache.in_flight[request.pages] == 0].tolist():
             page_tree.release(tree, page)
         return cache
     content: PromptContent = request.plan.content
@@ -170,6 +184,32 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
     tree.last_used[request.pages] = cache.clock
     finish(cache, request.plan, content, request.fresh, request.pages)
     return cache
+
+
+def _plan_within_pool(
+    cache: ContentCache, content: PromptContent, owner: int, policy: Policy, new_tokens: int
+) -> tuple[ReusePlan, Placement, np.ndarray, np.ndarray]:
+    """Plan, placement, and the pages to take and to evict.
+
+    The pages a plan reads cannot be evicted for it. Where that leaves too few, shifted spans are refused, and then all
+    reuse: a prompt that an empty pool can serve is served.
+
+    Raises:
+      PoolTooSmallError: if the pages that are not in flight do not suffice.
+    """
+    refuse = dataclasses.replace(policy, shifted="refuse")
+    config = cache.config
+    for attempt in (policy, refuse, dataclasses.replace(refuse, exact=False)):
+        plan = plan_prompt(
+            cache.tree, cache.registry, content, owner, attempt, config.chunking.anchor_window, config.planned_entries
+        )
+        placement = place(cache.tree, plan, rotate=policy.rotate, extra_tokens=new_tokens)
+        keep = pages_in_use(cache.tree, plan) | (cache.in_flight > 0)
+        try:
+            return plan, placement, *allocate(cache.tree, placement, keep)
+        except PoolTooSmallError as error:
+            failure = error
+    raise failure
 
 
 def _validated(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: int) -> np.ndarray:
@@ -250,8 +290,7 @@ def pack_batch(
     return PrefillBatch(page_table=page_table_from_array(table), **fields)
 
 
-@partial(jax.jit, static_argnames=("blocks", "cost", "storage", "keep_hidden"), donate_argnames=("pool",))
-def run_prefill(
+def compute_blocks(
     model: Any,
     pool: LatentPool,
     batch: PrefillBatch,
@@ -261,7 +300,8 @@ def run_prefill(
     storage: Storage,
     keep_hidden: bool,
 ) -> tuple[Float[Array, " V"], Float[Array, "P D"] | None, LatentPool]:
-    """The compiled program: logits after the last computed token, hidden states if kept, and the pool in place."""
+    """Copies pages, then computes block after block: logits after the last computed token, hidden states if kept, and
+    the next pool."""
     largest = max(block.tokens for block in blocks)
     pool = copy_pages(pool, batch.copy_source, batch.copy_target, batch.copy_count)
     padded = jax.tree.map(
@@ -307,3 +347,9 @@ def run_prefill(
     carry = (jnp.int32(0), pool, jnp.zeros(width, dtype), kept)
     _, pool, last, kept = lax.while_loop(lambda carry: carry[0] < batch.count, step, carry)
     return model.unembed(last), kept, pool
+
+
+run_prefill = jax.jit(
+    compute_blocks, static_argnames=("blocks", "cost", "storage", "keep_hidden"), donate_argnames=("pool",)
+)
+"""``compute_blocks`` as one compiled program, the pool in place."""

@@ -98,8 +98,9 @@ def insert(
     row_end: Int32[np.ndarray, " n"],
     clock: int,
 ) -> None:
-    """Inserts ``n`` hints in place, in order: the last of equal fingerprints stays."""
-    pending = np.arange(len(keys))
+    """Inserts ``n`` hints in place, in order; of equal fingerprints only the last."""
+    _, last = np.unique(keys[::-1], return_index=True)
+    pending = np.sort(len(keys) - 1 - last)
     buckets = _bucket(table, keys)
     while len(pending):
         # One hint a bucket and round, so that a round is one vectorised update.
