@@ -31,6 +31,7 @@ class Case:
     entries: list[list[tuple[int, int, int, int, int]]]
     key_heads: int
     interleaved: bool = False
+    storage: str = "base"
     capacity: int = 19
 
     def table(self):
@@ -53,13 +54,14 @@ class Case:
             self.table(),
             rotary,
             key_heads=self.key_heads,
+            storage=self.storage,
         )
         return np.asarray(out, np.float32), np.asarray(lse)
 
 
 @functools.cache
 def jitted():
-    return jax.jit(functools.partial(rotated_grouped_attention, scale=SCALE), static_argnames="key_heads")
+    return jax.jit(functools.partial(rotated_grouped_attention, scale=SCALE), static_argnames=("key_heads", "storage"))
 
 
 def make_case(heads=6, key_heads=3, seed=0, interleaved=False):
@@ -107,7 +109,8 @@ def oracle(case, sign=1):
                         if target + row - begin > case.position[m]:
                             continue
                         key = case.keys[LAYER, page, row, lanes][:WIDTH].astype(np.float64)
-                        key = turn(key, sign * (target - base), case.interleaved)
+                        delta = target + row - begin if case.storage == "unrotated" else target - base
+                        key = turn(key, sign * delta, case.interleaved)
                         scores.append(SCALE * case.query[m, head].astype(np.float64) @ key)
                         rows.append(case.values[LAYER, page, row, lanes][:WIDTH].astype(np.float64))
                 if scores:
@@ -123,9 +126,9 @@ def assert_lse_close(actual, expected, dtype="float32"):
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(6, 3), (5, 1), (3, 3)], ids=["gqa", "mqa", "mha"])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_equals_float64_loop(heads, key_heads, interleaved):
-    case = make_case(heads, key_heads, interleaved=interleaved)
+@pytest.mark.parametrize(("interleaved", "storage"), [(False, "base"), (True, "base"), (True, "unrotated")])
+def test_equals_float64_loop(heads, key_heads, interleaved, storage):
+    case = dataclasses.replace(make_case(heads, key_heads, interleaved=interleaved), storage=storage)
     out, lse = case.run()
     expected_out, expected_lse = oracle(case)
     assert_close(out, expected_out)
