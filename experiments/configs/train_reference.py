@@ -1,0 +1,42 @@
+"""The recipe of the reference models."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Every setting with its default; ``quick`` shrinks the run to what a laptop finishes in minutes."""
+    return ConfigDict(
+        {
+            "study": "train_reference",
+            "models": ("irminsul-mini-mla", "irminsul-mini-gqa", "irminsul-mini-mha"),
+            "shape": "",  # config.json fields to replace, as a JSON object
+            "corpus": "corpus/train.jsonl",  # a folder, .jsonl with a field "text", or .u16.xz tokens
+            "heldout": "models/pretrained/irminsul-mini/heldout.jsonl.xz",
+            "tokenizer": "models/pretrained/irminsul-mini/tokenizer.json",
+            "work": "results/train_reference",  # the token stream and checkpoints
+            "stages": ((500, 128, 1024), (1000, 32, 4096)),  # steps, sequences, tokens: short contexts first
+            "shares": {
+                "text": 0.36,
+                "needle": 0.06,
+                "many_needles": 0.20,
+                "two_hops": 0.13,
+                "three_hops": 0.08,
+                "left_context": 0.12,
+                "copy": 0.05,
+            },
+            "answer_weight": 8,
+            "copy_weight": 2,
+            "optimiser": {"kind": "muon", "learning_rate": 2e-3, "warmup_steps": 100},
+            "dtype": "bfloat16",
+            "fused": False,  # cuDNN attention on an NVIDIA GPU
+            "seed": 0,
+            "workers": 2,  # processes that make batches
+            "checkpoint_every": 250,
+            "report_every": 10,
+            "minutes": 0.0,  # 0: to the last step
+            "stop_at": 0,  # a step to leave at, keeping the checkpoint and evaluating nothing; 0: the last
+            "shard_bytes": 15_000_000,
+            "evaluation": {"samples": 64, "text_samples": 64, "length": 4096, "questions": 4, "batch": 8},
+            "quick": False,
+        }
+    )
