@@ -1,0 +1,186 @@
+"""One turn of a session, all of it inside ``jax.jit``: cut, fingerprint, look up, plan, compute and register.
+
+The cache is the carry, so a session is one ``lax.scan`` in one program and the host has nothing to do between turns.
+The plan, the page tree, the hints and the logits are those of ``Engine.serve``, bit for bit in deterministic mode.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int, Int8, Int32
+
+from irminsul.blocks import Mode, blocks_for, cost_model
+from irminsul.cache import CacheConfig
+from irminsul.device_cache import DeviceCache
+from irminsul.device_commit import allocate, claim, finish, pages_in_use
+from irminsul.device_placement import DevicePlacement, fresh_capacity, page_of_token, page_table, parents, place
+from irminsul.device_plan import NO_BIN, DevicePlan, plan_prompt, read_content
+from irminsul.device_tree import release
+from irminsul.policies import Policy
+from irminsul.prefill import COPY_CAPACITY, PrefillBatch, compute_blocks
+from irminsul.uint64 import UInt64
+from pallas_kernels.page_table import PageTable
+
+
+@struct.dataclass
+class TurnOutput:
+    """What a turn got.
+
+    Fields:
+      logits: after the prompt's last token; None without a model, NaN if refused.
+      bin_of_token: index into ``plan.BINS``, -1 behind the prompt.
+      bins: tokens by bin; sums to the prompt's length.
+      table_entries: entries of the page table.
+      refused: the turn was not served and the cache is what it was: the pool cannot hold the prompt, or the length,
+        a token id or the namespace is out of range. ``prefill`` raises where this is true.
+    """
+
+    logits: Float[Array, " V"] | None
+    bin_of_token: Int8[Array, " P"]
+    bins: Int32[Array, " bins"]
+    table_entries: Int32[Array, ""]
+    refused: Bool[Array, ""]
+
+
+def turn(
+    model: Any,
+    carry: DeviceCache,
+    tokens: Int32[Array, " P"],
+    length: Int[Array, ""],
+    namespace: Int[Array, ""],
+    *,
+    config: CacheConfig,
+    policy: Policy,
+    mode: Mode = "deterministic",
+) -> tuple[DeviceCache, TurnOutput]:
+    """Serves one prompt and keeps its rows as the policy says. Pure; jit it with the carry donated.
+
+    Args:
+      model: as for ``prefill``, or None to plan and keep books only.
+      tokens: the prompt at the front, ``P = config.max_prompt_tokens``.
+      length: tokens of the prompt.
+      namespace: index into ``carry.seeds``.
+
+    Raises:
+      ValueError: if ``tokens`` has another capacity, or the mode is unknown.
+    """
+    if tokens.shape[0] != config.max_prompt_tokens:
+        raise ValueError(
+            f"tokens has capacity {tokens.shape[0]}, but max_prompt_tokens={config.max_prompt_tokens}; pad to that"
+        )
+    valid = _valid(model, carry, tokens, length, namespace)
+    length = jnp.clip(length, 1, tokens.shape[0]).astype(jnp.int32)
+    owner = jnp.asarray(namespace, jnp.int32)
+    tree, chunking = carry.tree, config.chunking
+
+    content = read_content(tokens, length, chunking, UInt64(*(seeds[owner] for seeds in carry.seeds)))
+    plan = plan_prompt(
+        tree, carry.content, carry.chain, content, owner, policy, chunking.anchor_window, config.planned_entries
+    )
+    placement = place(tree, plan, content, config, policy)
+    keep = pages_in_use(tree, plan)
+    allocation = allocate(tree, placement.need, keep, fresh_capacity(config, policy))
+    pages, page_of = allocation.pages, page_of_token(plan, placement, allocation.pages)
+    table, entries = page_table(placement, page_of, length, config.table_entries)
+    served = valid & allocation.enough & (entries <= config.table_entries)
+    need = jnp.where(served, placement.need, 0)
+
+    clock = tree.clock + served.astype(jnp.int32)
+    touched = jnp.where(jnp.arange(pages.shape[0]) < need, pages, tree.num_pages)  # out of range: dropped
+    tree = claim(tree, allocation, placement, need, tokens, parents(tree, placement, page_of), owner)
+    last_used = jnp.where(keep & served, clock, tree.last_used).at[touched].set(clock, mode="drop")
+    carry = dataclasses.replace(carry, tree=dataclasses.replace(tree, clock=clock, last_used=last_used))
+
+    logits = None
+    if model is not None:
+        batch = pack_batch(plan, placement, tokens, page_of, pages, table, served, tree.num_pages)
+        logits, _, pool = compute_blocks(
+            model, carry.pool, batch, blocks=blocks_for(model, mode), cost=cost_model(model), storage=config.storage,
+            keep_hidden=False,
+        )  # fmt: skip
+        logits = jnp.where(served, logits, jnp.nan)
+        carry = dataclasses.replace(carry, pool=pool)
+    if policy.register:
+        carry = finish(carry, plan, content, placement, pages, need)
+    else:
+        carry = dataclasses.replace(
+            carry,
+            tree=lax.fori_loop(0, need, lambda i, tree: release(tree, pages[i], jnp.bool_(True)), carry.tree),
+        )
+    bin_of_token = jnp.where(served, plan.bin_of_token, NO_BIN).astype(jnp.int8)
+    output = TurnOutput(logits, bin_of_token, jnp.where(served, plan.bins, 0), entries, ~served)
+    return carry, output
+
+
+def _valid(
+    model: Any, carry: DeviceCache, tokens: Int32[Array, " P"], length: Int[Array, ""], namespace: Int[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether ``prefill`` would accept the request."""
+    capacity = tokens.shape[0]
+    longest, largest = capacity, jnp.iinfo(jnp.int32).max - 1
+    if model is not None:
+        longest, largest = min(longest, model.max_position), model.vocab_size - 1
+    inside = (tokens >= 0) & (tokens <= largest) | (jnp.arange(capacity) >= length)
+    known = (namespace >= 0) & (namespace < carry.seeds.low.shape[0])
+    return (length >= 1) & (length <= longest) & jnp.all(inside) & known
+
+
+def pack_batch(
+    plan: DevicePlan,
+    placement: DevicePlacement,
+    tokens: Int32[Array, " P"],
+    page_of: Int32[Array, " P"],
+    pages: Int32[Array, " F"],
+    table: PageTable,
+    served: Bool[Array, ""],
+    num_pages: int,
+) -> PrefillBatch:
+    """What the compiled prefill reads; empty unless ``served``."""
+    capacity = tokens.shape[0]
+    positions = jnp.nonzero(placement.computed & served, size=capacity, fill_value=capacity)[0].astype(jnp.int32)
+    real = positions < capacity
+
+    def of_computed(values: Int32[Array, " P"], fill: int) -> Int32[Array, " P"]:
+        return jnp.where(real, values[jnp.minimum(positions, capacity - 1)], fill)
+
+    slots = jnp.zeros(COPY_CAPACITY, jnp.int32)
+    copied = served & (placement.copied_rows > 0)
+    return PrefillBatch(
+        tokens=of_computed(tokens, 0),
+        positions=jnp.where(real, positions, -1),
+        write_page=of_computed(page_of, num_pages),
+        write_row=of_computed(placement.row, 0),
+        count=jnp.sum(real, dtype=jnp.int32),
+        page_table=table,
+        copy_source=slots.at[0].set(placement.copied_from),
+        copy_target=slots.at[0].set(pages[0]),
+        copy_count=copied.astype(jnp.int32),
+    )
+
+
+@partial(jax.jit, static_argnames=("config", "policy", "mode"), donate_argnames=("carry",))
+def serve_session(
+    model: Any,
+    carry: DeviceCache,
+    prompts: Int32[Array, "turns P"],
+    lengths: Int32[Array, " turns"],
+    namespaces: Int32[Array, " turns"],
+    *,
+    config: CacheConfig,
+    policy: Policy,
+    mode: Mode = "deterministic",
+) -> tuple[DeviceCache, TurnOutput]:
+    """Serves the turns of a session one after the other in one program, the carry in place.
+
+    Returns the last cache, and the outputs stacked over turns.
+    """
+
+    def one(carry: DeviceCache, request: tuple[Array, ...]) -> tuple[DeviceCache, TurnOutput]:
+        return turn(model, carry, *request, config=config, policy=policy, mode=mode)
+
+    return lax.scan(one, carry, (prompts, lengths, namespaces))
