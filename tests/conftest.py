@@ -7,13 +7,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 from jaxtyping import install_import_hook
 
+_CHECKED = ("irminsul", "models", "pallas_kernels")
+_register_dataclass = jax.tree_util.register_dataclass
 
-def _register_unchecked(cls, data_fields, meta_fields, **_):
-    """Registers a structure whose unflattening bypasses the checked ``__init__``.
+
+def _register_unchecked(cls, data_fields=None, meta_fields=None, **kwargs):
+    """Registers a structure of the project so that unflattening bypasses its checked ``__init__``.
 
     jax rebuilds structures with leaves that are no arrays (argument descriptions, shapes, specs); only what the project
     itself constructs is checked.
     """
+    if not cls.__module__.startswith(_CHECKED):
+        return _register_dataclass(cls, data_fields, meta_fields, **kwargs)
 
     def flatten_with_keys(value):
         children = [(jax.tree_util.GetAttrKey(name), getattr(value, name)) for name in data_fields]
@@ -30,7 +35,7 @@ def _register_unchecked(cls, data_fields, meta_fields, **_):
 
 
 jax.tree_util.register_dataclass = _register_unchecked  # flax.struct registers its dataclasses through it
-install_import_hook(["irminsul", "models", "pallas_kernels"], "beartype.beartype")
+install_import_hook(_CHECKED, "beartype.beartype")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")

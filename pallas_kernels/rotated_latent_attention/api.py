@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
-from pallas_kernels.rotated_latent_attention import expanded, hopper, reference
+from pallas_kernels.rotated_latent_attention import expanded, reference
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
@@ -56,9 +56,20 @@ def rotated_latent_attention(
       NotImplementedError: if the named implementation cannot run on this device.
     """
     operands = (
-        q_latent, q_rope, query_position, query_offsets, latent_pages, rope_pages, layer, page_table, rotary
-    )  # fmt: skip
-    if implementation == "mosaic_gpu" and hopper.is_available():
+        q_latent,
+        q_rope,
+        query_position,
+        query_offsets,
+        latent_pages,
+        rope_pages,
+        layer,
+        page_table,
+        rotary,
+    )
+    if implementation == "mosaic_gpu" and _is_hopper(jax.devices()[0]):
+        # Imported on demand: Mosaic is large and nothing else needs it.
+        from pallas_kernels.rotated_latent_attention import hopper
+
         return hopper.rotated_latent_attention(*operands, scale=scale)
     _require_xla("rotated_latent_attention", implementation)
     return reference.rotated_latent_attention(*operands, scale=scale)
@@ -119,6 +130,10 @@ def expanded_latent_attention(
         scale=scale,
         storage=storage,
     )
+
+
+def _is_hopper(device: jax.Device) -> bool:
+    return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
 
 
 def _require_xla(op: str, implementation: Implementation | None) -> None:

@@ -1,0 +1,128 @@
+"""The Hopper kernel without a GPU: tiling of queries, the interpreter with its race detector, lowering to CUDA."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.page_table import PageTable
+from pallas_kernels.rotated_latent_attention import hopper
+from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, merge, pack, split_pairs, tile_queries, unpack
+from tests.pallas_kernels.latent_oracle import oracle, random_problem
+from tests.tolerances import assert_close
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries"), [(1, (131,)), (8, (7, 0, 13)), (16, (1, 1, 1)), (16, (37,)), (64, (3, 2)), (128, (5,))]
+)
+def test_every_query_row_stands_in_one_tile_of_its_request(heads, queries):
+    tokens = sum(queries)
+    offsets = np.cumsum([0, *queries])
+    position = jnp.arange(tokens, dtype=jnp.int32) + 100
+    tiles = tile_queries(position, jnp.asarray(offsets, jnp.int32), heads)
+    marks = jnp.arange(tokens * heads, dtype=jnp.float32).reshape(tokens, heads, 1)
+    packed = pack(tiles, marks)
+    assert packed.shape[1:] == (TILE_ROWS, 1)
+    assert np.array_equal(unpack(tiles, packed, tokens, -1.0), marks)
+    for request, rows, places in zip(*map(np.asarray, (tiles.request, packed[..., 0], tiles.position)), strict=True):
+        token = rows[places >= 0] // heads
+        assert np.all((token >= offsets[request]) & (token < offsets[request + 1]))
+        assert np.array_equal(token + 100, places[places >= 0])
+    # No request's tiles are more than part full but for its last.
+    assert packed.shape[0] <= max(1, heads // 64) * (tokens * min(heads, 64) // 64 + len(queries))
+
+
+def test_tokens_of_no_request_stand_in_no_tile():
+    tiles = tile_queries(jnp.arange(9, dtype=jnp.int32), jnp.asarray([2, 5, 7], jnp.int32), 16)
+    assert sorted(int(x) for x in np.unique(tiles.token)) == [-1, 2, 3, 4, 5, 6]
+    assert np.all(unpack(tiles, jnp.ones((*tiles.position.shape, 1)), 9, -2.0)[jnp.asarray([0, 1, 7, 8])] == -2)
+
+
+def test_heads_that_do_not_fill_tiles_are_refused():
+    with pytest.raises(NotImplementedError, match="24 heads neither divide 64 nor"):
+        tile_queries(jnp.arange(3, dtype=jnp.int32), jnp.asarray([0, 3], jnp.int32), 24)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 7])
+def test_splits_share_the_visible_pairs(splits):
+    target = np.arange(22)[None] * 64
+    fields = [0 * target, 0 * target, 0 * target + 64, target, target]
+    table = PageTable(*(jnp.asarray(field, jnp.int32) for field in fields))
+    for position, pairs in ((0, 1), (127, 1), (128, 2), (5000, 11), (-1, 0)):
+        tiles = tile_queries(jnp.asarray([position], jnp.int32), jnp.asarray([0, 1], jnp.int32), 64)
+        bounds = np.asarray(split_pairs(tiles, table, splits))[0]
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, pairs, splits + 1)
+        assert np.all(np.diff(bounds) <= -(-pairs // splits))
+        assert np.all(np.diff(bounds) >= 0)
+
+
+def test_merge_is_one_softmax():
+    rng = np.random.default_rng(1)
+    scores, values = rng.standard_normal((1, TILE_ROWS, 35)), rng.standard_normal((35, 5))
+    scores[0, 3], scores[0, 7, :14] = -np.inf, -np.inf
+
+    def attend(part):
+        lse = jax.nn.logsumexp(jnp.asarray(scores[..., part], jnp.float32), axis=-1)
+        weights = np.exp(scores[..., part] - np.where(np.isinf(lse), 0, lse)[..., None])
+        return jnp.asarray(weights @ values[part], jnp.float32), lse
+
+    parts = [attend(part) for part in (slice(0, 14), slice(14, 15), slice(15, 35))]
+    out, lse = merge(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+    expected_out, expected_lse = attend(slice(None))
+    assert_close(out, expected_out)
+    assert np.array_equal(lse[0, 3], -np.inf)
+    assert not np.any(out[0, 3])
+    seen = np.arange(TILE_ROWS) != 3
+    assert_close(lse[0, seen], expected_lse[0, seen])
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "queries", "splits", "interleaved"),
+    [(16, (203, 40, 0), (2, 1, 1), 2, True), (64, (131,), (2,), 1, False)],
+    ids=["ragged_split", "one_request"],
+)
+def test_interpreted_kernel_against_the_oracle(heads, rows, queries, splits, interleaved, capfd):
+    """Partial pages, many distances, NaN everywhere else; no two warpgroups touch a buffer out of order."""
+    problem = random_problem(
+        3, heads=heads, rows=rows, queries=queries, latent_width=128, rope_width=64, page_size=64, num_pages=29,
+        interleaved=interleaved, dtype="bfloat16",
+    )  # fmt: skip
+    out, lse = hopper.rotated_latent_attention(*problem.arguments(), scale=problem.scale, splits=splits, interpret=True)
+    assert "RACE" not in capfd.readouterr().out
+    expected_out, expected_lse = oracle(problem)
+    out, lse = np.asarray(out, np.float64), np.asarray(lse)
+    assert np.linalg.norm(out - expected_out) < 3e-3 * np.linalg.norm(expected_out)
+    assert_close(out, expected_out, "bfloat16")
+    seen = np.isfinite(expected_lse)
+    assert np.array_equal(seen, np.isfinite(lse))
+    assert_close(lse[seen], expected_lse[seen], atol=1e-3)
+    assert not np.any(out[~seen])
+
+
+@pytest.mark.parametrize(("heads", "width", "splits"), [(16, 512, 4), (128, 256, 1)])
+def test_lowers_for_cuda(heads, width, splits):
+    """Layouts fit and shared memory suffices; the layer and the table stay dynamic."""
+    problem = random_problem(
+        5, heads=heads, rows=(71, 5), queries=(1, 1), latent_width=width, rope_width=64, page_size=64, dtype="bfloat16"
+    )
+    attend = jax.jit(partial(hopper.rotated_latent_attention, scale=problem.scale, splits=splits))
+    lowered = attend.trace(*problem.arguments()).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in lowered
+
+
+def test_shapes_the_kernel_does_not_take_are_refused():
+    def attend(**change):
+        shape = {"heads": 16, "latent_width": 128, "rope_width": 64, "page_size": 64, "dtype": "bfloat16"}
+        problem = random_problem(1, **(shape | change))
+        hopper.rotated_latent_attention(*problem.arguments(), scale=1.0, interpret=True)
+
+    for change, reason in (
+        ({"page_size": 32}, "pages of 32 rows; it takes 64"),
+        ({"rope_width": 32}, "rotary width 32; it takes 64"),
+        ({"latent_width": 64}, "latent width 64"),
+        ({"dtype": "float32"}, "queries of float32"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{reason}.*use implementation='xla'"):
+            attend(**change)
