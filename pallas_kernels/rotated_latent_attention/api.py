@@ -66,13 +66,13 @@ def rotated_latent_attention(
         page_table,
         rotary,
     )
-    if implementation == "mosaic_gpu" and _is_hopper(jax.devices()[0]):
+    if implementation == "mosaic_gpu" and _is_hopper(jax.devices()[0]) and storage == "base":
         # Imported on demand: Mosaic is large and nothing else needs it.
         from pallas_kernels.rotated_latent_attention import hopper
 
         return hopper.rotated_latent_attention(*operands, scale=scale)
     _require_xla("rotated_latent_attention", implementation)
-    return reference.rotated_latent_attention(*operands, scale=scale)
+    return reference.rotated_latent_attention(*operands, scale=scale, storage=storage)
 
 
 def expanded_latent_attention(

@@ -188,6 +188,7 @@ def _body(
     request, layer = request_ref[tile], layer_ref[0]
     first, stop = pairs_ref[tile, split], pairs_ref[tile, split + 1]
     half = latent.shape[-1]
+    product = _interpreted if interpret else _tensor_core
     mine = pl.ds(me * half, half)
     rows = plgpu.Layout.WGMMA.reduce(1)
     position = plgpu.load(position_ref.at[tile], layout=rows, optimized=False)
@@ -202,10 +203,6 @@ def _body(
         """Rotary keys of the own page."""
         page = page_ref[request, 2 * pair + me]
         plgpu.copy_gmem_to_smem(rope_ref.at[layer, page], rope.at[me], loaded.at[me])
-
-    def meet(barrier):
-        plgpu.barrier_arrive(barrier)
-        plgpu.barrier_wait(barrier)
 
     @pl.when(first < stop)
     def _start():
@@ -224,12 +221,6 @@ def _body(
         cos, sin = (lax.broadcast_in_dim(factor, plain.shape, [1]) for factor in (cos, sin))
         query_rope.at[me][...] = (plain * cos - turned * sin).astype(jnp.bfloat16)
         plgpu.commit_smem()
-
-    def scores(acc):
-        for part in range(2):
-            plgpu.wgmma(acc, query.at[part], latent.at[me, part].transpose((1, 0)))
-        plgpu.wgmma(acc, query_rope.at[me], rope.at[me].transpose((1, 0)))
-        return acc[...]
 
     def visible(entry, shape):
         """Columns inside the entry's row range and at or before the query's position."""
@@ -257,10 +248,11 @@ def _body(
         pl.when((pair == first) | (now != previous))(lambda: turn_query(entry))
 
         plgpu.barrier_wait(loaded.at[me])
-        score = pl.run_scoped(scores, plgpu.ACC((TILE_ROWS, PAGE_ROWS), jnp.float32))
+        keys = [(query.at[part], latent.at[me, part]) for part in range(2)]
+        score = product([*keys, (query_rope.at[me], rope.at[me])], transposed=True)
         score = jnp.where(visible(entry, score.shape), score * (scale * LOG2E), MASKED)
         maxima.at[me][...] = score.max(axis=1)
-        meet(maxima_known)
+        _meet(maxima_known)
         new = maximum
         for slot in range(2):
             new = jnp.maximum(new, plgpu.load(maxima.at[slot], layout=rows, optimized=False))
@@ -269,20 +261,17 @@ def _body(
         total = total * rescale + weight.sum(axis=1)
         rope.at[me][...] = weight.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        meet(weights_known)
+        _meet(weights_known)
 
         plgpu.barrier_wait(loaded.at[1 - me])
         for slot in range(2):
             clear_unseen(slot, 2 * pair + slot)
         plgpu.commit_smem()
 
-        def values(acc):
-            for slot in range(2):
-                plgpu.wgmma(acc, rope.at[slot], latent.at[slot, me])
-
-        out = _accumulate(values, out * lax.broadcast_in_dim(rescale, out.shape, [0]), interpret)
+        values = [(rope.at[slot], latent.at[slot, me]) for slot in range(2)]
+        out = product(values, out * lax.broadcast_in_dim(rescale, out.shape, [0]))
         pl.when(pair + 1 < stop)(lambda: load_latents(pair + 1))
-        meet(weights_done)
+        _meet(weights_done)
         pl.when(pair + 1 < stop)(lambda: load_rope(pair + 1))
         return out, new, total, now
 
@@ -296,7 +285,7 @@ def _body(
 
     # Each warpgroup summed the weights of its own pages.
     maxima.at[me][...] = total
-    meet(maxima_known)
+    _meet(maxima_known)
     total = plgpu.load(maxima.at[0], layout=rows, optimized=False)
     total += plgpu.load(maxima.at[1], layout=rows, optimized=False)
     seen = total > 0
@@ -309,16 +298,36 @@ def _body(
         lse_ref.at[split, tile][...] = jnp.where(seen, lse, -jnp.inf)
 
 
-def _accumulate(products, start, interpret):
-    """Runs ``products(acc)`` on an accumulator that starts at ``start``.
+def _meet(barrier):
+    """Both warpgroups have come this far."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
 
-    The interpreter knows no initialised accumulators, and to the compiler assigning one is a copy: two ways, one value.
-    """
-    if not interpret:
-        return pl.run_state(products)(plgpu.ACC.init(start))
+
+def _tensor_core(factors, start=None, *, transposed=False):
+    """``start`` plus the sum of products of shared tiles; the second factors transposed if said so."""
+
+    def accumulate(acc):
+        for left, right in factors:
+            plgpu.wgmma(acc, left, right.transpose((1, 0)) if transposed else right)
+
+    if start is not None:
+        return pl.run_state(accumulate)(plgpu.ACC.init(start))
 
     def scope(acc):
-        products(acc)
+        accumulate(acc)
         return acc[...]
 
-    return start + pl.run_scoped(scope, plgpu.ACC(start.shape, jnp.float32))
+    rows, columns = factors[0][0].shape[0], factors[0][1].shape[0 if transposed else 1]
+    return pl.run_scoped(scope, plgpu.ACC((rows, columns), jnp.float32))
+
+
+def _interpreted(factors, start=None, *, transposed=False):
+    """What ``_tensor_core`` computes, for the interpreter: it has no initialised accumulators, and its race detector
+    sees plain reads of shared tiles but not those of the tensor core."""
+    total = 0.0 if start is None else start
+    for left, right in factors:
+        right = right[...].T if transposed else right[...]
+        total += jnp.dot(left[...], right, preferred_element_type=jnp.float32)
+    plgpu.commit_smem()  # the tensor core reads through the same proxy that loads write through
+    return total

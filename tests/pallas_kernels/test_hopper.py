@@ -101,6 +101,16 @@ def test_interpreted_kernel_against_the_oracle(heads, rows, queries, splits, int
     assert not np.any(out[~seen])
 
 
+def test_the_race_detector_sees_missing_barriers(monkeypatch, capfd):
+    """Without its meetings the same kernel does not pass."""
+    monkeypatch.setattr(hopper, "_meet", lambda barrier: None)
+    problem = random_problem(
+        3, heads=64, rows=(131,), queries=(1,), latent_width=128, rope_width=64, page_size=64, dtype="bfloat16"
+    )
+    jax.block_until_ready(hopper.rotated_latent_attention(*problem.arguments(), scale=problem.scale, interpret=True))
+    assert "RACE DETECTED" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(("heads", "width", "splits"), [(16, 512, 4), (128, 256, 1)])
 def test_lowers_for_cuda(heads, width, splits):
     """Layouts fit and shared memory suffices; the layer and the table stay dynamic."""
