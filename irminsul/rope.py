@@ -1,8 +1,9 @@
 """The rotation a cache relies on, checked on the model itself before anything is served.
 
-Rows computed at one place and turned by ``R(delta)`` must be the rows the model would have computed ``delta`` further
-on in the same context. A wrong layout, a wrong sign or YaRN's amplitude inside ``R`` break that, silently in every
-other way.
+Two things must hold. Attention depends on distances alone: the same tokens further on give the same output, which fails
+where queries and cached keys are turned by different rules (layout, sign, frequencies). And rows computed at one place
+and turned by ``R(delta)`` are the rows the model would have computed ``delta`` further on, which fails where ``R`` does
+not compose, as with YaRN's amplitude inside it. Both fail silently in every other way.
 """
 
 from functools import partial
@@ -19,6 +20,7 @@ from irminsul.view import PagedView
 from pallas_kernels.page_table import PageTable
 
 CONTEXT = 7
+START = 3  # no row at position 0, where every rotation is the identity
 SHIFT = 1237
 # Rotation errors give relative differences near 1; rounding stays below this in float32 and bfloat16 alike.
 LIMIT = {"float32": 1e-3, "bfloat16": 1e-1}
@@ -29,23 +31,30 @@ class RotationError(ValueError):
 
 
 def check_rotation(model: Any, config: CacheConfig) -> float:
-    """Compares a token behind seven shifted rows with the same token behind fresh ones; returns the relative
-    difference.
+    """Compares a token behind seven rows with itself further on, behind fresh rows and behind moved ones; returns the
+    larger relative difference.
 
     Raises:
-      RotationError: if they differ by more than rounding.
+      RotationError: if either is more than rounding.
     """
-    shift = min(SHIFT, model.max_position - CONTEXT - 1)
-    fresh = last_hidden(model, config, jnp.int32(shift), jnp.int32(0))
-    shifted = last_hidden(model, config, jnp.int32(shift), jnp.int32(shift))
-    difference = float(np.linalg.norm(shifted - fresh) / np.linalg.norm(fresh))
+    shift = min(SHIFT, model.max_position - CONTEXT - 1 - START)
+    near, fresh, moved = (
+        np.asarray(last_hidden(model, config, jnp.int32(begin), jnp.int32(delta)))
+        for begin, delta in ((START, 0), (START + shift, 0), (START + shift, shift))
+    )
     limit = LIMIT.get(config.dtype, 1e-1)
-    if not difference <= limit:
-        raise RotationError(
-            f"rotary layout, sign or frequencies do not match the model's attention: moving a row by {shift} positions "
-            f"changes the output by {difference:.2g} (limit {limit:g}); check rope_interleave and rope_parameters"
-        )
-    return difference
+    differences = [float(np.linalg.norm(other - fresh) / np.linalg.norm(fresh)) for other in (near, moved)]
+    causes = (
+        f"queries and cached keys are turned by different rules: the same tokens {shift} positions on",
+        f"R(delta) does not compose: a token behind rows moved by {shift} positions",
+    )
+    for cause, difference in zip(causes, differences, strict=True):
+        if not difference <= limit:
+            raise RotationError(
+                f"{cause} give an output that differs by {difference:.2g} (limit {limit:g}); check rotary layout "
+                "(rope_interleave), sign, frequencies and amplitude (rope_parameters)"
+            )
+    return max(differences)
 
 
 @partial(jax.jit, static_argnames="config")
@@ -64,7 +73,7 @@ def last_hidden(model: Any, config: CacheConfig, begin: Int[Array, ""], delta: I
         return hidden, view.pool
 
     start = begin - delta
-    pool = new_pool(model.row_format, 1, config.page_size, config.dtype)
+    pool = new_pool(model.row_format, 1, CONTEXT + 1, config.dtype)
     _, pool = run(pool, slice(0, CONTEXT), [(0, 0, CONTEXT, start, start)])
     last = begin + CONTEXT
     hidden, _ = run(pool, slice(CONTEXT, None), [(0, 0, CONTEXT, begin, start), (0, CONTEXT, CONTEXT + 1, last, last)])
