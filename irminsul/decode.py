@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from irminsul.cache import ContentCache
 from irminsul.pool import LatentPool
 from irminsul.prefill import Request
-from irminsul.sampling import Sampling, sample
+from irminsul.sampling import Sampling, check_sampling, sample
 from irminsul.view import PagedView
 from pallas_kernels.page_table import PageTable, Storage, page_table_from_array
 
@@ -108,8 +108,7 @@ def start_decoding(
     Raises:
       ValueError: if a sampling parameter is out of range.
     """
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature} must not be negative and top_p={top_p} must lie in (0, 1]")
+    check_sampling(temperature, top_p, seed)
     sampling = Sampling(
         *jax.device_put(
             [np.asarray([temperature], np.float32), np.asarray([top_p], np.float32), np.asarray([seed], np.int32)]
@@ -127,9 +126,13 @@ def advance(model: Any, decoding: Decoding, token: int) -> Decoding:
     """Appends ``token`` (the proposal, or another one: teacher forcing), writes its row and draws the next.
 
     Raises:
-      ValueError: if prefill reserved no row for it.
+      ValueError: if prefill reserved no row for it, or it is no token of the model.
+      ConsumedError: if a later step took the cache over.
     """
+    decoding.cache.require_alive()
     request, written = decoding.request, len(decoding.tokens)
+    if not 0 <= token < model.vocab_size:
+        raise ValueError(f"token={token} is outside vocab_size={model.vocab_size} of the model")
     if written >= len(request.slots):
         raise ValueError(
             f"new_tokens={len(request.slots)} rows were reserved by prefill and all are used; reserve more"

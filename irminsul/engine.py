@@ -12,8 +12,9 @@ from irminsul.blocks import Mode, blocks_for
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.decode import advance, start_decoding
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import PrefillResult, complete, prefill
+from irminsul.prefill import PrefillResult, check_token_ids, complete, prefill
 from irminsul.rope import check_rotation
+from irminsul.sampling import check_sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,10 @@ class Engine:
           As ``prefill``. The engine can be used on afterwards.
         """
         started = time.perf_counter()
-        forced = None if continuation is None else np.asarray(continuation, np.int32)
+        check_sampling(temperature, top_p, seed)
+        forced = None if continuation is None else np.asarray(continuation)
+        if forced is not None and forced.size:
+            check_token_ids(forced, self.model)
         count = max_new_tokens if forced is None else len(forced)
         result = prefill(
             self.model,
@@ -116,7 +120,11 @@ class Engine:
         written = forced
         if result.logits is not None:
             sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-            emitted, written, logits = self._decode(result, count, forced, stop_tokens, sampling, on_token)
+            try:
+                emitted, written, logits = self._decode(result, count, forced, stop_tokens, sampling, on_token)
+            except BaseException:  # of on_token, say: the prompt's rows are kept and no page stays in flight
+                self.cache = complete(self.cache, result.request)
+                raise
         decoded = time.perf_counter()
         self.cache = complete(self.cache, result.request, written)
         timings = {

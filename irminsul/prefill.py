@@ -216,16 +216,15 @@ def _validated(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: 
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"tokens has shape {tokens.shape}; a prompt needs at least one token, as a 1-d array of ids")
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens has dtype {tokens.dtype}; a prompt is made of integer token ids")
     limit = cache.config.max_prompt_tokens
     if tokens.size > limit:
         raise ValueError(f"tokens holds {tokens.size} tokens, more than max_prompt_tokens={limit}; raise it or shorten")
     if not 0 <= new_tokens <= cache.config.max_new_tokens:
         raise ValueError(f"new_tokens={new_tokens} is outside 0..max_new_tokens={cache.config.max_new_tokens}")
-    if tokens.min() < 0 or tokens.max() >= np.iinfo(np.int32).max:
-        raise ValueError(f"tokens holds the id {tokens.min()}; ids must be non-negative int32")
+    check_token_ids(tokens, model)
     if model is not None:
-        if tokens.max() >= model.vocab_size:
-            raise ValueError(f"tokens holds the id {tokens.max()}, outside vocab_size={model.vocab_size} of the model")
         if tokens.size + new_tokens > model.max_position:
             raise ValueError(
                 f"prompt of {tokens.size} and {new_tokens} new tokens exceed max_position_embeddings="
@@ -234,6 +233,14 @@ def _validated(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: 
         if cache.pool is None:
             raise ValueError("cache holds no pool (plan only); create it with the model's row_format to serve a model")
     return tokens.astype(np.int32)
+
+
+def check_token_ids(tokens: np.ndarray, model: Any) -> None:
+    """Raises ``ValueError`` for an id that is none of the model's, or, without one, no non-negative int32."""
+    vocab_size = np.iinfo(np.int32).max if model is None else model.vocab_size
+    for token in (tokens.min(), tokens.max()):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"tokens holds the id {token}, outside 0..{vocab_size - 1}; check the tokenizer")
 
 
 def _next_step(cache: ContentCache, donate: bool) -> ContentCache:

@@ -15,6 +15,16 @@ class Sampling:
     seed: Int[Array, " B"]
 
 
+def check_sampling(temperature: float, top_p: float, seed: int) -> None:
+    """Raises ``ValueError`` for a parameter out of its range."""
+    if not temperature >= 0:
+        raise ValueError(f"temperature={temperature} must be 0 (greedy) or positive")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must lie in (0, 1]; 1 keeps all tokens")
+    if not -(2**31) <= seed < 2**31:
+        raise ValueError(f"seed={seed} must fit into 32 bits")
+
+
 def sample(logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, " B"]) -> Int[Array, " B"]:
     """The next token of each request, a function of its logits, seed and position alone (not of the batch).
 
