@@ -62,9 +62,13 @@ def plot_bins(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: st
             axis.set_title(policy, fontsize=9, loc="left")
             axis.set_xlabel("turn")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes[0, 0].set_ylabel("prompt tokens (mean over traces)" if _traces(rows) > 1 else "prompt tokens")
+        axes[0, 0].set_ylabel(
+            "prompt tokens\n(mean over traces still running)" if _traces(rows) > 1 else "prompt tokens"
+        )
         handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False, fontsize=8)
+        handles, labels = handles[1:] + handles[:1], labels[1:] + labels[:1]  # bars first, the line's mark last
+        columns = len(labels) if len(labels) <= 6 and len(policies) > 2 else -(-len(labels) // 2)
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
         figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
@@ -79,14 +83,18 @@ def plot_latency(rows: Sequence[dict[str, Any]], policies: Sequence[str], title:
             turns, times = by_turn(rows, policy, lambda row: row["timings"]["ttft_ms"])
             left.plot(turns + 1, times, "o-", color=colour, markersize=4, label=policy)
             turns, divergence = by_turn(rows, policy, lambda row: row.get("kl"))
-            if policy != "full" and len(turns):
-                right.plot(turns + 1, np.maximum(divergence, 1e-12), "o-", color=colour, markersize=4, label=policy)
+            differs = divergence > 1e-9  # below is rounding, and a logarithmic axis has no zero
+            if policy != "full" and differs.any():
+                right.plot(turns[differs] + 1, divergence[differs], "o-", color=colour, markersize=4, label=policy)
         for axis in (left, right):
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         left.set(xlabel="turn", ylabel="time to first token (ms)", ylim=(0, None))
-        right.set(xlabel="turn", ylabel="KL to full prefill (nats)", yscale="log")
+        right.set(xlabel="turn", ylabel="KL to full prefill (nats)", yscale="log" if right.lines else "linear")
         left.legend(frameon=False, fontsize=8)
-        right.legend(frameon=False, fontsize=8)
+        if right.lines:
+            right.legend(frameon=False, fontsize=8)
+        else:
+            right.text(0.5, 0.5, "all below 1e-9", ha="center", transform=right.transAxes)
         figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)

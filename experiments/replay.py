@@ -36,6 +36,8 @@ TINY = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 2,
     "intermediate_size": 128,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -110,8 +112,8 @@ def load_model(config: ConfigDict, traffic: Traffic) -> tuple[Any, str]:
             shape = vocab | TINY if config.model == "tiny" else vocab
             model = models.random_model(name, config.seed, config.dtype, **shape)
             weights = (
-                f"Model {config.model} with random weights: KL and agreement show whether rows stand where they should "
-                "(arithmetic), not what reuse does to the quality of a trained model's answers."
+                f"Model {config.model} with random weights, which attend to everything alike: a changed header reaches "
+                "every row above the first layer, so KL and agreement say nothing of a trained model's answers."
             )
     except (ValueError, OSError) as error:
         raise InputError(f"model={config.model}: {error}") from error
