@@ -53,7 +53,7 @@ def rotated_latent_attention(
       scores. A query that sees no row gets output 0 and log-sum-exp -inf.
 
     Raises:
-      NotImplementedError: if the named implementation cannot run on this device.
+      NotImplementedError: if the named implementation cannot run on this device or does not take these shapes.
     """
     operands = (
         q_latent,
@@ -66,11 +66,11 @@ def rotated_latent_attention(
         page_table,
         rotary,
     )
-    if implementation == "mosaic_gpu" and _is_hopper(jax.devices()[0]) and storage == "base":
+    if implementation == "mosaic_gpu" and _is_hopper(jax.devices()[0]):
         # Imported on demand: Mosaic is large and nothing else needs it.
         from pallas_kernels.rotated_latent_attention import hopper
 
-        return hopper.rotated_latent_attention(*operands, scale=scale)
+        return hopper.rotated_latent_attention(*operands, scale=scale, storage=storage)
     _require_xla("rotated_latent_attention", implementation)
     return reference.rotated_latent_attention(*operands, scale=scale, storage=storage)
 

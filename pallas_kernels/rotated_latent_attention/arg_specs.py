@@ -5,6 +5,7 @@ are odd shapes of the same kinds that any machine runs in a moment.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -81,25 +82,30 @@ def arguments(spec: ArgSpec, seed: int = 0) -> dict[str, Any]:
     begin, end, target, delta = (np.broadcast_to(listed[:, field], page_id.shape) for field in range(4))
     table = PageTable(*(jnp.asarray(field, jnp.int32) for field in (page_id, begin, end, target, target + delta)))
     tokens = spec.requests * spec.query_tokens
-    keys = jax.random.split(jax.random.key(seed), 4)
-
-    def normal(key, *shape):
-        return jax.random.normal(key, shape, jnp.dtype(spec.dtype))
-
+    pools = ((2, num_pages, spec.page_size, width) for width in (spec.latent_width, spec.rope_width))
+    queries = ((tokens, spec.heads, width) for width in (spec.latent_width, spec.rope_width))
+    q_latent, q_rope, latent_pages, rope_pages = _normal(jax.random.key(seed), (*queries, *pools), spec.dtype)
     position = np.tile(np.arange(spec.kv_length - spec.query_tokens, spec.kv_length), spec.requests)
     frequencies = 10000.0 ** (-np.arange(spec.rope_width // 2) / (spec.rope_width // 2))
     return {
-        "q_latent": normal(keys[0], tokens, spec.heads, spec.latent_width),
-        "q_rope": normal(keys[1], tokens, spec.heads, spec.rope_width),
+        "q_latent": q_latent,
+        "q_rope": q_rope,
         "query_position": jnp.asarray(position, jnp.int32),
         "query_offsets": jnp.arange(spec.requests + 1, dtype=jnp.int32) * spec.query_tokens,
-        "latent_pages": normal(keys[2], 2, num_pages, spec.page_size, spec.latent_width),
-        "rope_pages": normal(keys[3], 2, num_pages, spec.page_size, spec.rope_width),
+        "latent_pages": latent_pages,
+        "rope_pages": rope_pages,
         "layer": jnp.int32(1),
         "page_table": table,
         "rotary": rotary_table(frequencies, interleaved=True),
         "scale": float((128 + spec.rope_width) ** -0.5),
     }
+
+
+@partial(jax.jit, static_argnames=("shapes", "dtype"))
+def _normal(key, shapes, dtype):
+    """Normal values of all shapes from one compiled program."""
+    keys = jax.random.split(key, len(shapes))
+    return tuple(jax.random.normal(one, shape, jnp.dtype(dtype)) for one, shape in zip(keys, shapes, strict=True))
 
 
 DECODE = tuple(

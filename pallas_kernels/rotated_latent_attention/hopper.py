@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.page_table import PageTable
+from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, cos_sin
 from pallas_kernels.rotated_latent_attention.tiles import (
     TILE_ROWS,
@@ -60,15 +60,16 @@ def rotated_latent_attention(
     rotary: RotaryTable,
     *,
     scale: float,
+    storage: Storage = "base",
     splits: int = 1,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``. ``splits`` programs share a tile's table (static).
 
     Raises:
-      NotImplementedError: for shapes or dtypes the kernel does not take.
+      NotImplementedError: for shapes, dtypes or storage the kernel does not take.
     """
-    _check_shapes(latent_pages, rope_pages, q_latent)
+    _check_supported(latent_pages, rope_pages, q_latent, storage)
     tokens, heads, _ = q_latent.shape
     tiles = tile_queries(query_position, query_offsets, heads)
     table = jax.tree.map(lambda field: jnp.pad(field, ((0, 0), (0, field.shape[1] % 2))), page_table)
@@ -102,9 +103,10 @@ def rotated_latent_attention(
     return unpacked.astype(q_latent.dtype), unpack(tiles, merged_lse[..., None], tokens, -jnp.inf)[..., 0]
 
 
-def _check_shapes(latent_pages, rope_pages, q_latent):
+def _check_supported(latent_pages, rope_pages, q_latent, storage):
     width, page_rows, rope_width = latent_pages.shape[-1], latent_pages.shape[-2], rope_pages.shape[-1]
     reasons = (
+        (storage != "base", f"storage={storage!r}, where every row has a distance of its own"),
         (page_rows != PAGE_ROWS, f"pages of {page_rows} rows; it takes {PAGE_ROWS}"),
         (rope_width != ROPE_WIDTH, f"rotary width {rope_width}; it takes {ROPE_WIDTH}"),
         (width not in LATENT_WIDTHS, f"latent width {width}; it takes {LATENT_WIDTHS}"),

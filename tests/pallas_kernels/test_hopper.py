@@ -123,12 +123,13 @@ def test_lowers_for_cuda(heads, width, splits):
 
 
 def test_shapes_the_kernel_does_not_take_are_refused():
-    def attend(**change):
+    def attend(storage="base", **change):
         shape = {"heads": 16, "latent_width": 128, "rope_width": 64, "page_size": 64, "dtype": "bfloat16"}
         problem = random_problem(1, **(shape | change))
-        hopper.rotated_latent_attention(*problem.arguments(), scale=1.0, interpret=True)
+        hopper.rotated_latent_attention(*problem.arguments(), scale=1.0, storage=storage, interpret=True)
 
     for change, reason in (
+        ({"storage": "unrotated"}, "storage='unrotated'"),
         ({"page_size": 32}, "pages of 32 rows; it takes 64"),
         ({"rope_width": 32}, "rotary width 32; it takes 64"),
         ({"latent_width": 64}, "latent width 64"),

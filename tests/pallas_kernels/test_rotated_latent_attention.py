@@ -37,11 +37,11 @@ def test_steps_end_with_the_last_entry_somebody_sees():
     table = PageTable(*(jnp.asarray(field, jnp.int32) for field in fields))
 
     def steps(last, pages_per_step):
-        return int(reference.visible_entries(table, jnp.int32(last), 4, pages_per_step)[1])
+        return int(reference.visible_entries(table, jnp.int32(last), 4, pages_per_step, "base")[1])
 
     assert [steps(last, 1) for last in (-1, 0, 3, 4, 91, 1000)] == [0, 1, 1, 2, 23, 23]
     assert [steps(last, 8) for last in (-1, 0, 31, 32, 1000)] == [0, 1, 1, 2, 3]
-    assert int(reference.visible_entries(empty_page_table(1, 0), jnp.int32(5), 4, 8)[1]) == 0
+    assert int(reference.visible_entries(empty_page_table(1, 0), jnp.int32(5), 4, 8, "base")[1]) == 0
 
 
 @pytest.mark.parametrize("form", ["one_table", "decode", "extend", "expanded"])
