@@ -39,7 +39,9 @@ def by_turn(rows: Sequence[dict[str, Any]], policy: str, value) -> tuple[np.ndar
 
 
 def plot_bins(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: str, path: Path) -> None:
-    """Stacked bars: prompt tokens by bin at each turn, one panel a policy, and the upper bound as a line."""
+    """Stacked bars: prompt tokens by bin at each turn, one panel a policy that reuses; the upper bound as a mark."""
+    policies = [policy for policy in policies if policy != "full"] or policies
+    rows = [row for row in rows if row["policy"] in policies]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
             1,

@@ -55,6 +55,30 @@ def test_plan_only(config, tmp_path):
     assert all("kl" not in row for row in result["rows"])
 
 
+def test_the_engine_finds_nearly_everything_that_was_seen(config, tmp_path):
+    config.policy = "prefix,naive,irminsul"
+    result = replay.run(config, tmp_path)
+    assert all(sum(row["bins"].values()) == row["tokens"] and tuple(row["bins"]) == BINS for row in result["rows"])
+    summary = result["summary"]
+    assert summary["prefix_exact_fraction"] < 0.02
+    assert summary["naive_shifted_fraction"] == summary["irminsul_shifted_fraction"]
+    assert 0.9 < summary["fraction_of_reachable"] <= 1  # short prompts: spans below 64 tokens are computed
+
+
+def test_the_engine_with_a_model(config, tmp_path):
+    """Rows reused behind an unchanged beginning change nothing, and nothing compiles after warm-up."""
+    config.update(model="tiny", turns=2, sessions=1, scenario="compact", forced_steps=3)
+    config.policy = "irminsul"
+    result = replay.run(config, tmp_path)
+    (first, second) = (row for row in result["rows"] if row["policy"] == "irminsul")
+    assert first["bins"]["exact"] == 0 < second["bins"]["exact"]
+    assert second["bins"]["exact"] > 0.8 * second["tokens"]
+    assert max(first["kl"], second["kl"]) < 1e-6
+    assert result["summary"]["irminsul_agreement"] == 1
+    assert result["summary"]["recompilations_after_warmup"] == 0
+    assert first["timings"]["ttft_ms"] > 0
+
+
 def test_scopes_do_not_see_each_other_unless_shared(config, tmp_path):
     apart = replay.run(config, tmp_path, StandInEngine.create)["rows"]
     assert [row["reachable"] for row in apart if row["turn"] == 0] == [0, 0]
