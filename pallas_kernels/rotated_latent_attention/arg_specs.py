@@ -4,8 +4,8 @@
 are odd shapes of the same kinds that any machine runs in a moment.
 """
 
+import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -82,18 +82,15 @@ def arguments(spec: ArgSpec, seed: int = 0) -> dict[str, Any]:
     begin, end, target, delta = (np.broadcast_to(listed[:, field], page_id.shape) for field in range(4))
     table = PageTable(*(jnp.asarray(field, jnp.int32) for field in (page_id, begin, end, target, target + delta)))
     tokens = spec.requests * spec.query_tokens
-    pools = ((2, num_pages, spec.page_size, width) for width in (spec.latent_width, spec.rope_width))
-    queries = ((tokens, spec.heads, width) for width in (spec.latent_width, spec.rope_width))
-    q_latent, q_rope, latent_pages, rope_pages = _normal(jax.random.key(seed), (*queries, *pools), spec.dtype)
     position = np.tile(np.arange(spec.kv_length - spec.query_tokens, spec.kv_length), spec.requests)
     frequencies = 10000.0 ** (-np.arange(spec.rope_width // 2) / (spec.rope_width // 2))
     return {
-        "q_latent": q_latent,
-        "q_rope": q_rope,
+        "q_latent": _normal(rng, (tokens, spec.heads, spec.latent_width), spec.dtype),
+        "q_rope": _normal(rng, (tokens, spec.heads, spec.rope_width), spec.dtype),
         "query_position": jnp.asarray(position, jnp.int32),
         "query_offsets": jnp.arange(spec.requests + 1, dtype=jnp.int32) * spec.query_tokens,
-        "latent_pages": latent_pages,
-        "rope_pages": rope_pages,
+        "latent_pages": _normal(rng, (2, num_pages, spec.page_size, spec.latent_width), spec.dtype),
+        "rope_pages": _normal(rng, (2, num_pages, spec.page_size, spec.rope_width), spec.dtype),
         "layer": jnp.int32(1),
         "page_table": table,
         "rotary": rotary_table(frequencies, interleaved=True),
@@ -101,11 +98,12 @@ def arguments(spec: ArgSpec, seed: int = 0) -> dict[str, Any]:
     }
 
 
-@partial(jax.jit, static_argnames=("shapes", "dtype"))
-def _normal(key, shapes, dtype):
-    """Normal values of all shapes from one compiled program."""
-    keys = jax.random.split(key, len(shapes))
-    return tuple(jax.random.normal(one, shape, jnp.dtype(dtype)) for one, shape in zip(keys, shapes, strict=True))
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """Normal values; gigabytes of them repeat after a million."""
+    size = math.prod(shape)
+    values = jnp.asarray(rng.standard_normal(min(size, 2**20), np.float32), jnp.dtype(dtype))
+    repeats = -(-size // values.size)
+    return jnp.broadcast_to(values[None], (repeats, values.size)).reshape(-1)[:size].reshape(shape)
 
 
 DECODE = tuple(
