@@ -111,11 +111,11 @@ def _insert_hints(
     tree, hints = cache.tree, cache.registry
 
     def add(table: registry.HintTable, ends: list[np.ndarray], keys: list[np.ndarray], limit: int) -> None:
-        ends, keys = np.concatenate(ends), np.concatenate(keys)
-        here = ends <= limit
-        here[here] = page_of[ends[here] - 1] >= 0
-        last = ends[here] - 1
-        registry.insert(table, tree, keys[here], page_of[last], row_of[last] + 1, cache.clock)
+        last, names = np.concatenate(ends) - 1, np.concatenate(keys)
+        here = last < limit
+        here[here] = page_of[last[here]] >= 0
+        last = last[here]
+        registry.insert(table, tree, names[here], page_of[last], row_of[last] + 1, cache.clock)
 
     anchors_and_chunks = [content.anchor_fingerprints, content.chunk_fingerprints]
     add(hints.content, [content.anchor_ends, content.chunk_ends], anchors_and_chunks, len(content.tokens))

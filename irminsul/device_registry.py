@@ -7,6 +7,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, Int32
 
 from irminsul.device_cache import DeviceHintTable, DevicePageTree
+from irminsul.registry import SAME, STALE, UNUSED
 from irminsul.uint64 import UInt64
 
 
@@ -55,7 +56,9 @@ def insert(
     def insert_round(state: tuple[Int32[Array, ""], DeviceHintTable]) -> tuple[Int32[Array, ""], DeviceHintTable]:
         turn, table = state
         stale = tree.serial[table.page[bucket]] != table.serial[bucket]
-        preference = jnp.where(_known(table, bucket, keys), -2, jnp.where(stale, -1, table.age[bucket]))
+        preference = table.age[bucket] + jnp.where(stale, STALE, 0)
+        preference = jnp.where(table.serial[bucket] < 0, UNUSED, preference)
+        preference = jnp.where(_known(table, bucket, keys), SAME, preference)
         slot = jnp.argmin(preference, axis=1)
         at = (jnp.where(rank == turn, bucket, table.page.shape[0]), slot)  # out of range: dropped
 

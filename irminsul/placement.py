@@ -119,6 +119,7 @@ class _Builder:
         if room and name <= FRESH:
             last = self.fresh[FRESH - name]
             self.fresh[FRESH - name] = dataclasses.replace(last, end=last.end + room)
+            self.left = (name, row + room)
             self.end += room
             count -= room
         while count > 0:

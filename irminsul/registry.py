@@ -6,8 +6,9 @@ nothing else. The *content* table finds ranges at any position (chunks, windows,
 ends of exact prefixes (the fingerprint covers everything from position 0).
 
 Tables are set-associative: a fingerprint picks a bucket of eight slots. Lookup reads one bucket; insertion takes the
-slot of the same fingerprint, else a stale one, else the oldest. Both cost the same at any size, and the arrays have the
-same form on an accelerator.
+slot of the same fingerprint, else an unused one, else the oldest stale one, else the oldest. (Stale hints stay as long
+as they can: they say of a token that it was seen before and evicted.) Both cost the same at any size, and the arrays
+have the same form on an accelerator.
 """
 
 from dataclasses import fields
@@ -19,6 +20,8 @@ from jaxtyping import Bool, Int32, UInt64
 from irminsul.page_tree import PageTree
 
 WAYS = 8
+# What insertion replaces first; a live hint ranks by its age.
+SAME, UNUSED, STALE = -(2**31), -(2**31) + 1, -(2**30)
 
 
 @struct.dataclass
@@ -108,9 +111,10 @@ def insert(
         now = pending[np.sort(first)]
         bucket = buckets[now]
         stale = tree.serial[table.page[bucket]] != table.serial[bucket]
-        preference = table.age[bucket].astype(np.int64)
-        preference[stale] = -1
-        preference[(table.key[bucket] == keys[now, None]) & (table.serial[bucket] >= 0)] = -2
+        unused = table.serial[bucket] < 0
+        preference = table.age[bucket] + np.where(stale, np.int32(STALE), np.int32(0))
+        preference[unused] = UNUSED
+        preference[(table.key[bucket] == keys[now, None]) & ~unused] = SAME
         slot = preference.argmin(axis=1)
         table.key[bucket, slot] = keys[now]
         table.page[bucket, slot] = page[now]

@@ -1,4 +1,4 @@
-"""The laws of the cache, on a tiny model. Bit for bit in deterministic mode, within the tolerance table in fast mode."""
+"""Laws of the cache, on a tiny model. Bit for bit in deterministic mode, within the tolerance table in fast mode."""
 
 import jax.numpy as jnp
 import numpy as np
