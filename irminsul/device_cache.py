@@ -83,11 +83,15 @@ def to_device(cache: ContentCache) -> DeviceCache:
 
     Raises:
       ConsumedError: if a step has taken the cache over.
-      ValueError: if no namespace is open.
+      ValueError: if no namespace is open, or a request is in flight.
     """
     cache.require_alive()
     if not cache.namespaces:
         raise ValueError("cache has namespaces=(); open the namespaces that requests will name before moving it")
+    if cache.in_flight.any():
+        raise ValueError(
+            f"cache has {int((cache.in_flight > 0).sum())} pages in flight; end its requests with complete first"
+        )
     seeds = np.array([fingerprint.key_seed(key) for key in cache.namespaces], np.uint64)
     return DeviceCache(
         pool=cache.pool,

@@ -45,6 +45,27 @@ class DeviceContent(NamedTuple):
     starts_segment: Bool[Array, " P"]
 
 
+class Serving(NamedTuple):
+    """What a plan may do, as flags, so that one program holds a policy and what it falls back to: serve exact prefixes,
+    look for shifted spans, serve those."""
+
+    exact: Bool[Array, ""]
+    look: Bool[Array, ""]
+    shifted: Bool[Array, ""]
+
+
+ATTEMPTS = 3
+
+
+def serving(policy: Policy, attempt: Int[Array, ""]) -> Serving:
+    """Attempt 0 is the policy; 1 refuses shifted spans; 2 refuses exact prefixes as well."""
+    return Serving(
+        exact=policy.exact & (attempt < 2),
+        look=(policy.shifted != "ignore") | (attempt > 0),
+        shifted=(policy.shifted == "serve") & (attempt == 0),
+    )
+
+
 class DevicePlan(NamedTuple):
     """Bin and source of every token. ``starts_span`` marks the first token of each span served from stored rows."""
 
@@ -79,11 +100,12 @@ def read_content(
     cuts = device_chunking.boundaries(tokens, length, config)
     begins = jnp.concatenate([jnp.zeros(1, jnp.int32), cuts.chunk_ends[:-1]])
     chunks = xxhash64.range_fingerprints(seed, tokens, begins, cuts.chunk_ends, config.max_tokens)
-    root_end = jnp.minimum(length, ROOT_WINDOW)[None]
-    root = xxhash64.range_fingerprints(seed, tokens, jnp.zeros_like(root_end), root_end, ROOT_WINDOW)
-    anchors = xxhash64.range_fingerprints(
-        seed, tokens, cuts.anchor_ends - config.anchor_window, cuts.anchor_ends, config.anchor_window
-    )
+    # The window of the root is hashed along with the anchors, as the last of them.
+    window_begins = jnp.append(cuts.anchor_ends - config.anchor_window, 0)
+    window_ends = jnp.append(cuts.anchor_ends, jnp.minimum(length, ROOT_WINDOW))
+    longest = max(config.anchor_window, ROOT_WINDOW)
+    windows = xxhash64.range_fingerprints(seed, tokens, window_begins, window_ends, longest)
+    root = UInt64(windows.high[-1:], windows.low[-1:])
     segments = jnp.where(cuts.ends_segment & (cuts.chunk_ends < length), cuts.chunk_ends, capacity)
     return DeviceContent(
         tokens=tokens,
@@ -95,7 +117,7 @@ def read_content(
         root_fingerprint=UInt64(*(part[0] for part in xxhash64.chain_fingerprints(seed, root))),
         anchor_ends=cuts.anchor_ends,
         num_anchors=cuts.num_anchors,
-        anchor_fingerprints=anchors,
+        anchor_fingerprints=UInt64(windows.high[:-1], windows.low[:-1]),
         starts_segment=jnp.zeros(capacity, bool).at[segments].set(True, mode="drop"),
     )
 
@@ -107,22 +129,23 @@ def plan_prompt(
     content: DeviceContent,
     namespace: Int[Array, ""],
     policy: Policy,
+    may: Serving,
     anchor_window: int,
     max_entries: int,
 ) -> DevicePlan:
-    """Plans a prompt; see ``plan.plan_prompt``."""
+    """Plans a prompt; see ``plan.plan_prompt``. Of ``policy``, what ``may`` says is left to it."""
     capacity = content.tokens.shape[0]
     index = jnp.arange(capacity, dtype=jnp.int32)
     trail = Trail(jnp.zeros(capacity, jnp.int32), jnp.zeros(capacity, jnp.int32))
     exact_end = jnp.int32(0)
     if policy.exact:
-        trail, exact_end = _exact_prefix(tree, chain_hints, content, namespace, policy, trail)
+        trail, exact_end = _exact_prefix(tree, chain_hints, content, namespace, policy, may, trail)
     bins = jnp.where(index < exact_end, EXACT, jnp.where(index < content.length, NEW, NO_BIN)).astype(jnp.int8)
     plan = DevicePlan(bins, exact_end, trail, index == 0)
-    if policy.shifted != "ignore":
-        plan = _shifted_spans(tree, content_hints, content, namespace, policy, anchor_window, plan)
+    if policy.exact or policy.shifted != "ignore":
+        plan = _shifted_spans(tree, content_hints, content, namespace, policy, may, anchor_window, plan)
         plan = _fit_entries(plan, content, tree.page_size, policy, max_entries)
-    elif not policy.exact:
+    else:
         plan = plan._replace(bin_of_token=jnp.where(bins == NEW, REFUSED, bins).astype(jnp.int8))
     return plan._replace(bin_of_token=plan.bin_of_token.at[content.length - 1].set(LAST))
 
@@ -140,6 +163,7 @@ def _exact_prefix(
     content: DeviceContent,
     namespace: Int[Array, ""],
     policy: Policy,
+    may: Serving,
     trail: Trail,
 ) -> tuple[Trail, Int32[Array, ""]]:
     """The longest stored path from the root that spells the prompt's beginning in pure rows; never the last token."""
@@ -150,7 +174,7 @@ def _exact_prefix(
     index = jnp.arange(ends.shape[0])
     possible = (index == 0) | ((index <= content.num_chunks) & (ends <= stop))
     found = lookup(hints, tree, keys)
-    usable = found.live & possible[:, None] & (tree.namespace[found.page] == namespace)
+    usable = found.live & possible[:, None] & (tree.namespace[found.page] == namespace) & may.exact
     # The longest first: candidates from the last to the first, the ways of each in order.
     order = _next_true(jnp.flip(usable, 0).reshape(-1))
     last = usable.size
@@ -174,6 +198,7 @@ def _shifted_spans(
     content: DeviceContent,
     namespace: Int[Array, ""],
     policy: Policy,
+    may: Serving,
     anchor_window: int,
     plan: DevicePlan,
 ) -> DevicePlan:
@@ -181,7 +206,7 @@ def _shifted_spans(
     at."""
     begin, stop = plan.exact_end, content.length - 1
     ends, keys, lengths, count = _candidates(content, policy, anchor_window)
-    possible = (jnp.arange(ends.shape[0]) < count) & (ends > begin) & (ends <= stop)
+    possible = (jnp.arange(ends.shape[0]) < count) & (ends > begin) & (ends <= stop) & may.look
     found = lookup(hints, tree, keys)
     live, stale = found.live & possible[:, None], found.stale & possible[:, None]
     gone = jnp.any(stale, axis=1) & ~jnp.any(live, axis=1)
@@ -197,7 +222,7 @@ def _shifted_spans(
         end, length = ends[candidate], lengths[candidate]
         place = (found.page[candidate, way], found.row_end[candidate, way])
         trail, match, verified = _grow(tree, content.tokens, plan.trail, position, end, length, stop, place, policy)
-        plan, position = _accept(tree, policy, plan._replace(trail=trail), match, position)
+        plan, position = _accept(tree, policy, may, plan._replace(trail=trail), match, position)
         # Behind a verified hint come the candidates that end behind the position reached; else the next hint.
         passed = jnp.maximum(candidate + 1, jnp.searchsorted(ends, position, side="right").astype(jnp.int32))
         return order[jnp.where(verified, jnp.minimum(WAYS * passed, last), at + 1)], position, plan
@@ -251,6 +276,7 @@ def _grow(
 def _accept(
     tree: DevicePageTree,
     policy: Policy,
+    may: Serving,
     plan: DevicePlan,
     match: tuple[Int32[Array, ""], Int32[Array, ""]],
     position: Int32[Array, ""],
@@ -260,9 +286,8 @@ def _accept(
     begin, end = match
     served_begin = _carve_out(tree, plan.trail, begin, end, policy.sink_tokens)
     short = end - served_begin < policy.min_reuse
-    taken = REFUSED if policy.shifted == "refuse" else SHIFTED
     bins = _fill(plan.bin_of_token, begin, served_begin, SINK)
-    bins = _fill(bins, served_begin, end, jnp.where(short, SHORT, taken))
+    bins = _fill(bins, served_begin, end, jnp.where(short, SHORT, jnp.where(may.shifted, SHIFTED, REFUSED)))
     start = jnp.where(short, bins.shape[0], served_begin)  # out of range: dropped
     plan = plan._replace(bin_of_token=bins, starts_span=plan.starts_span.at[start].set(True, mode="drop"))
     return plan, jnp.where(short, position, end)

@@ -17,12 +17,12 @@ from jaxtyping import Bool, Float, Int, Int8, Int32
 from irminsul.blocks import Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig
 from irminsul.device_cache import DeviceCache
-from irminsul.device_commit import allocate, claim, finish, pages_in_use
+from irminsul.device_commit import Allocation, allocate, claim, finish, pages_in_use
 from irminsul.device_placement import DevicePlacement, fresh_capacity, page_of_token, page_table, parents, place
-from irminsul.device_plan import NO_BIN, DevicePlan, plan_prompt, read_content
+from irminsul.device_plan import ATTEMPTS, NO_BIN, DeviceContent, DevicePlan, plan_prompt, read_content, serving
 from irminsul.device_tree import release
 from irminsul.policies import Policy
-from irminsul.prefill import COPY_CAPACITY, PrefillBatch, compute_blocks
+from irminsul.prefill import COPY_CAPACITY, PrefillBatch, check_storage, compute_blocks
 from irminsul.uint64 import UInt64
 from pallas_kernels.page_table import PageTable
 
@@ -67,8 +67,9 @@ def turn(
       namespace: index into ``carry.seeds``.
 
     Raises:
-      ValueError: if ``tokens`` has another capacity, or the mode is unknown.
+      ValueError: if ``tokens`` has another capacity, the mode is unknown, or storage cannot serve the policy.
     """
+    check_storage(config, policy)
     if tokens.shape[0] != config.max_prompt_tokens:
         raise ValueError(
             f"tokens has capacity {tokens.shape[0]}, but max_prompt_tokens={config.max_prompt_tokens}; pad to that"
@@ -76,15 +77,10 @@ def turn(
     valid = _valid(model, carry, tokens, length, namespace)
     length = jnp.clip(length, 1, tokens.shape[0]).astype(jnp.int32)
     owner = jnp.asarray(namespace, jnp.int32)
-    tree, chunking = carry.tree, config.chunking
+    tree = carry.tree
 
-    content = read_content(tokens, length, chunking, UInt64(*(seeds[owner] for seeds in carry.seeds)))
-    plan = plan_prompt(
-        tree, carry.content, carry.chain, content, owner, policy, chunking.anchor_window, config.planned_entries
-    )
-    placement = place(tree, plan, content, config, policy)
-    keep = pages_in_use(tree, plan)
-    allocation = allocate(tree, placement.need, keep, fresh_capacity(config, policy))
+    content = read_content(tokens, length, config.chunking, UInt64(*(seeds[owner] for seeds in carry.seeds)))
+    plan, placement, keep, allocation = _plan_within_pool(carry, content, owner, config, policy)
     pages, page_of = allocation.pages, page_of_token(plan, placement, allocation.pages)
     table, entries = page_table(placement, page_of, length, config.table_entries)
     served = valid & allocation.enough & (entries <= config.table_entries)
@@ -115,6 +111,31 @@ def turn(
     bin_of_token = jnp.where(served, plan.bin_of_token, NO_BIN).astype(jnp.int8)
     output = TurnOutput(logits, bin_of_token, jnp.where(served, plan.bins, 0), entries, ~served)
     return carry, output
+
+
+def _plan_within_pool(
+    carry: DeviceCache, content: DeviceContent, owner: Int32[Array, ""], config: CacheConfig, policy: Policy
+) -> tuple[DevicePlan, DevicePlacement, Bool[Array, " N"], Allocation]:
+    """Plan, placement, the pages that must stay and those to take.
+
+    Where what a plan reads leaves too few pages, shifted spans are refused, and then all reuse, as in ``prefill``.
+    """
+
+    def attempt(index: Int32[Array, ""]) -> tuple[DevicePlan, DevicePlacement, Bool[Array, " N"], Allocation]:
+        plan = plan_prompt(
+            carry.tree, carry.content, carry.chain, content, owner, policy, serving(policy, index),
+            config.chunking.anchor_window, config.planned_entries,
+        )  # fmt: skip
+        placement = place(carry.tree, plan, content, config, policy)
+        keep = pages_in_use(carry.tree, plan)
+        return plan, placement, keep, allocate(carry.tree, placement.need, keep, fresh_capacity(config, policy))
+
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(attempt, jnp.int32(0)))
+    return lax.while_loop(
+        lambda state: (state[0] < ATTEMPTS) & ~state[1][-1].enough,
+        lambda state: (state[0] + 1, attempt(state[0])),
+        (jnp.int32(0), nothing),
+    )[1]
 
 
 def _valid(

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from irminsul import fingerprint, page_tree
 from irminsul.blocks import Block, CostModel, Mode, blocks_for, choose_block, cost_model
-from irminsul.cache import ContentCache, cache_format, open_namespace
+from irminsul.cache import CacheConfig, ContentCache, cache_format, open_namespace
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import PromptContent, ReusePlan, plan_prompt, read_content
@@ -121,11 +121,7 @@ def prefill(
     started = time.perf_counter()
     policy = get_policy(policy)
     cache.require_alive()
-    if cache.config.storage == "unrotated" and not policy.rotate:
-        raise ValueError(
-            f"policy={policy.name!r} serves keys where they were computed, which storage='unrotated' does not know; "
-            "use storage='base'"
-        )
+    check_storage(cache.config, policy)
     tokens = _validated(tokens, model, cache, new_tokens)
     blocks = () if model is None else blocks_for(model, mode)
     key = request_key(cache, model, namespace, adapter)
@@ -233,6 +229,15 @@ def _validated(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: 
         if cache.pool is None:
             raise ValueError("cache holds no pool (plan only); create it with the model's row_format to serve a model")
     return tokens.astype(np.int32)
+
+
+def check_storage(config: CacheConfig, policy: Policy) -> None:
+    """Raises ``ValueError`` for a policy that keys without a position cannot serve."""
+    if config.storage == "unrotated" and not policy.rotate:
+        raise ValueError(
+            f"policy={policy.name!r} serves keys where they were computed, which storage='unrotated' does not know; "
+            "use storage='base'"
+        )
 
 
 def check_token_ids(tokens: np.ndarray, model: Any) -> None:
