@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from experiments.planted_tasks import Planter, Sample
 
-SHORTEST = 512
+SHORTEST = 256
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class MixtureConfig:
 
     stages: tuple[Stage, ...]
     shares: tuple[tuple[str, float], ...] = (
-        *(("text", 0.36), ("needle", 0.06), ("many_needles", 0.20), ("two_hops", 0.13)),
-        *(("three_hops", 0.08), ("left_context", 0.12), ("copy", 0.05)),
+        *(("text", 0.24), ("needle", 0.04), ("many_needles", 0.16), ("two_hops", 0.22)),
+        *(("three_hops", 0.16), ("left_context", 0.12), ("copy", 0.06)),
     )
-    answer_weight: int = 8
+    answer_weight: int = 12
     copy_weight: int = 2
     seed: int = 0
 
@@ -72,10 +72,19 @@ class Mixture:
         rng = np.random.default_rng([self.config.seed, step, row])
         task = self.tasks[rng.choice(len(self.tasks), p=self.probabilities)]
         sizes = [length] if task == "text" else _sizes(rng, length)
-        samples = [self.planter.sample(task, rng, size) for size in sizes]
+        samples = [self._sample(task, rng, size) for size in sizes]
         parts = [weighted(sample, self.config) for sample in samples]
         tokens, weights = (np.concatenate(part) for part in zip(*parts, strict=True))
         return tokens, weights
+
+    def _sample(self, task: str, rng: np.random.Generator, length: int) -> Sample:
+        """A sample that fits; in the shortest ones now and then a draw does not."""
+        for _ in range(20):
+            try:
+                return self.planter.sample(task, rng, length)
+            except ValueError:
+                continue
+        return self.planter.sample("text", rng, length)
 
 
 def _sizes(rng: np.random.Generator, length: int) -> Sequence[int]:

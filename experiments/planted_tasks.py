@@ -259,11 +259,17 @@ class Planter:
                 sentence = _pick(rng, LINKS).format(x=name, y=target)
                 planted.append(_Planted(int(place), "link", name, sentence))
             planted.append(_fact(rng, int(places[-1]), members[-1], attribute, value))
-            # Training asks for the chain's end now and then: a lookup is a step of the chain.
-            start = members[-1] if self.split == "train" and rng.random() < 0.25 else members[0]
-            asked.append((start, _ask(attribute, start), value))
+            asked.append((members[0], _ask(attribute, members[0]), value))
+            if self.split == "train":  # the steps of a chain are taught as well as the chain
+                asked += self._steps_of(rng, attribute, members, value)
         planted = [planted[index] for index in rng.permutation(len(planted))]
         return chunk_count, planted, asked
+
+    def _steps_of(self, rng, attribute, members, value):
+        """Some of the questions that a chain answers on the way: where a link leads, the code of a later member."""
+        steps = [(x, f"Which name does {x} stand for?", y) for x, y in zip(members, members[1:], strict=False)]
+        steps += [(name, _ask(attribute, name), value) for name in members[1:]]
+        return [step for step in steps if rng.random() < 0.3]
 
     def _plan_left_context(self, rng, length, facts):
         sections = facts or int(rng.integers(2, 3 + min(4, length // 384)))
@@ -278,7 +284,7 @@ class Planter:
         return 2 * sections, planted, asked
 
     def _plan_copy(self, rng, length, facts):
-        count = facts or int(rng.integers(8, max(9, min(120, length // 12))))
+        count = facts or int(rng.integers(6, max(9, min(120, length // 16))))
         items = [self.name(rng) if rng.random() < 0.7 else _code(rng) for _ in range(count)]
         title = self.name(rng, invented=True)
         chunk_count = int(rng.integers(1, 4))

@@ -14,17 +14,17 @@ def get_config() -> ConfigDict:
             "heldout": "models/pretrained/irminsul-mini/heldout.jsonl.xz",
             "tokenizer": "models/pretrained/irminsul-mini/tokenizer.json",
             "work": "results/train_reference",  # the token stream and checkpoints
-            "stages": ((500, 128, 1024), (1000, 32, 4096)),  # steps, sequences, tokens: short contexts first
+            "stages": ((1800, 64, 1024), (900, 32, 4096)),  # steps, sequences, tokens: short contexts first
             "shares": {
-                "text": 0.36,
-                "needle": 0.06,
-                "many_needles": 0.20,
-                "two_hops": 0.13,
-                "three_hops": 0.08,
+                "text": 0.24,
+                "needle": 0.04,
+                "many_needles": 0.16,
+                "two_hops": 0.22,
+                "three_hops": 0.16,
                 "left_context": 0.12,
-                "copy": 0.05,
+                "copy": 0.06,
             },
-            "answer_weight": 8,
+            "answer_weight": 12,
             "copy_weight": 2,
             "optimiser": {"kind": "muon", "learning_rate": 2e-3, "warmup_steps": 100},
             "dtype": "bfloat16",
