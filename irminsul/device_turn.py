@@ -67,7 +67,8 @@ def turn(
       namespace: index into ``carry.seeds``.
 
     Raises:
-      ValueError: if ``tokens`` has another capacity, the mode is unknown, or storage cannot serve the policy.
+      ValueError: if ``tokens`` has another capacity, the mode is unknown, storage cannot serve the policy, or a model
+        is given and the carry holds no pool.
     """
     check_storage(config, policy)
     if tokens.shape[0] != config.max_prompt_tokens:
@@ -94,6 +95,8 @@ def turn(
 
     logits = None
     if model is not None:
+        if carry.pool is None:
+            raise ValueError("carry holds no pool (plan only); create the cache with the model's row_format")
         batch = pack_batch(plan, placement, tokens, page_of, pages, table, served, tree.num_pages)
         logits, _, pool = compute_blocks(
             model, carry.pool, batch, blocks=blocks_for(model, mode), cost=cost_model(model), storage=config.storage,
