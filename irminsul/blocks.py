@@ -29,8 +29,8 @@ class Block:
 class CostModel:
     """Work of one block in multiply-adds: ``tokens * (fixed + rows * per_pair) + rows * per_row``.
 
-    ``fixed`` is the model without attention; the others are indexed by form. ``efficiency`` divides the attention
-    terms: what share of the rate of plain matrix products the form reaches.
+    ``fixed`` is the model without attention; the others are indexed by form. Counting suffices where both forms spend
+    their time in matrix products (``pallas_kernels/rotated_latent_attention/attention_cost.py`` has figures).
     """
 
     fixed: float
@@ -41,15 +41,15 @@ class CostModel:
         return hash((self.fixed, *self.per_pair.items(), *self.per_row.items()))
 
     def __call__(self, block: Block, tokens: Int[Array, ""], rows: Int[Array, ""]) -> Float[Array, ""]:
-        """Work a computed token when ``tokens`` of the block are real and the last sees ``rows`` rows."""
+        """Work a computed token when ``tokens`` of the block are real and the last of them sees ``rows`` rows."""
         rows = rows.astype(jnp.float32)
         work = block.tokens * (self.fixed + rows * self.per_pair[block.form]) + rows * self.per_row[block.form]
-        return work / jnp.minimum(tokens, block.tokens).astype(jnp.float32)
+        return work / tokens.astype(jnp.float32)
 
 
 DETERMINISTIC_BLOCKS = (Block(64, "absorbed"),)
-LATENT_BLOCKS = (Block(64, "absorbed"), Block(256, "expanded"), Block(1024, "expanded"))
-GROUPED_BLOCKS = (Block(64, "absorbed"), Block(256, "absorbed"), Block(1024, "absorbed"))
+LATENT_BLOCKS = (Block(16, "absorbed"), Block(64, "absorbed"), Block(256, "expanded"), Block(1024, "expanded"))
+GROUPED_BLOCKS = tuple(Block(tokens, "absorbed") for tokens in (16, 64, 256, 1024))
 
 
 def blocks_for(model: Any, mode: Mode) -> tuple[Block, ...]:
@@ -86,7 +86,20 @@ def cost_model(model: Any) -> CostModel:
 
 
 def choose_block(
-    blocks: tuple[Block, ...], cost: CostModel, remaining: Int[Array, ""], rows: Int[Array, ""]
+    blocks: tuple[Block, ...],
+    cost: CostModel,
+    positions: Int[Array, " P"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
 ) -> Int[Array, ""]:
-    """Index of the block with the least work a computed token."""
-    return jnp.argmin(jnp.stack([cost(block, remaining, rows) for block in blocks]))
+    """Index of the block with the least work a computed token, for the tokens from ``start`` on.
+
+    ``positions`` are those of the ``count`` computed tokens. A block that reaches over a reused span makes all its
+    tokens pay for the rows that its last one sees, which is why a short block before the gap can be the cheaper one.
+    """
+
+    def work(block: Block) -> Float[Array, ""]:
+        end = jnp.minimum(start + block.tokens, count)
+        return cost(block, end - start, positions[end - 1] + 1)
+
+    return jnp.argmin(jnp.stack([work(block) for block in blocks]))

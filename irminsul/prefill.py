@@ -342,8 +342,7 @@ def compute_blocks(
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         start, pool, _, kept = carry
-        rows = padded[1][jnp.minimum(start, batch.count - 1)] + 1
-        choice = choose_block(blocks, cost, batch.count - start, rows)
+        choice = choose_block(blocks, cost, batch.positions, start, batch.count)
 
         def branch(block: Block, pool: LatentPool, kept: Any) -> tuple[Any, ...]:
             hidden, pool = run_block(block, start, pool)
