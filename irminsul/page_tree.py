@@ -155,35 +155,38 @@ def pages_to_evict(tree: PageTree, count: int, keep: np.ndarray) -> np.ndarray:
     return candidates[order[:count]]
 
 
-def common_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    """How many leading elements of two equally long arrays agree."""
-    differ = left != right
-    return int(differ.argmax()) if differ.any() else len(left)
+# A walk compares this many pages at once, more after each block that agrees throughout: a long match costs a few
+# vectorised comparisons and a short one touches few pages.
+FIRST_BLOCK, LARGEST_BLOCK = 8, 256
 
 
 def walk_left(
-    tree: PageTree, prompt: np.ndarray, end: int, page: int, row_end: int, *, floor: int = 0, base_floor: int = 0
+    tree: PageTree, prompt: np.ndarray, end: int, page: int, row_end: int, *, floor: int = 0
 ) -> tuple[list[Piece], bool]:
     """Matches ``prompt[floor:end]`` backwards against the rows that end at ``(page, row_end)``.
 
-    Rows with a base position below ``base_floor`` are not used. Returns the matching pieces in prompt order, and
-    whether the walk came out at the root with nothing left of it.
+    Returns the matching pieces in prompt order, and whether the walk came out at the root with nothing left of it.
     """
     pieces: list[Piece] = []
-    while True:
-        usable = min(row_end, end - floor, int(tree.base_position[page]) + row_end - base_floor)
-        if usable <= 0:
-            return pieces[::-1], False
-        stored = tree.tokens[page, row_end - usable : row_end]
-        matched = common_prefix(stored[::-1], prompt[end - usable : end][::-1])
-        if matched:
-            pieces.append(Piece(page, row_end - matched, row_end, end - matched))
-        end -= matched
-        if matched < row_end:
-            return pieces[::-1], False
+    block = FIRST_BLOCK
+    while end > floor:
+        path = _ancestors(tree, page, row_end, block, end - floor)
+        stored = gather(tree.tokens, [(page, 0, row_end) for page, row_end in reversed(path)])
+        matched = min(len(stored), end - floor)
+        differ = np.flatnonzero(stored[len(stored) - matched :] != prompt[end - matched : end])
+        matched -= int(differ[-1]) + 1 if len(differ) else 0
+        left = matched
+        for page, row_end in path:
+            if left > 0:
+                pieces.append(Piece(page, max(0, row_end - left), row_end, end - min(left, row_end)))
+                left, end = left - row_end, end - min(left, row_end)
+        if matched < len(stored):
+            break
         page, row_end = int(tree.parent[page]), int(tree.parent_end[page])
         if page < 0:
             return pieces[::-1], page == ROOT and end == 0
+        block = min(4 * block, LARGEST_BLOCK)
+    return pieces[::-1], False
 
 
 def walk_right(
@@ -195,15 +198,22 @@ def walk_right(
     taken, the newest of equals.
     """
     pieces: list[Piece] = []
+    block = FIRST_BLOCK
     while begin < stop:
-        matched = _match_page(tree, prompt, begin, page, row_begin, stop, pure)
-        if matched:
-            pieces.append(Piece(page, row_begin, row_begin + matched, begin))
-        begin, row_begin = begin + matched, row_begin + matched
+        path = _only_descendants(tree, page, row_begin, block, stop - begin)
+        matched = _match(tree, prompt, begin, path, stop, pure)
+        block = min(4 * block, LARGEST_BLOCK)
+        for page, row_begin, row_end in path:
+            taken = min(matched, row_end - row_begin)
+            if taken:
+                pieces.append(Piece(page, row_begin, row_begin + taken, begin))
+            matched, begin, row_begin = matched - taken, begin + taken, row_begin + taken
+            if row_begin < row_end:
+                break
         best, best_matched = NONE, 0
         for child in children(tree, page):
             if tree.parent_end[child] == row_begin:
-                matched = _match_page(tree, prompt, begin, child, 0, stop, pure)
+                matched = _match(tree, prompt, begin, [(child, 0, int(tree.fill[child]))], stop, pure)
                 if matched > best_matched:
                     best, best_matched = child, matched
         if best == NONE:
@@ -212,27 +222,54 @@ def walk_right(
     return pieces
 
 
-def _match_page(
-    tree: PageTree, prompt: np.ndarray, begin: int, page: int, row_begin: int, stop: int, pure: bool
+def gather(rows: np.ndarray, ranges: list[tuple[int, int, int]]) -> np.ndarray:
+    """What ``rows [N, G]`` says of the row ranges ``(page, row_begin, row_end)``, one after the other."""
+    if len(ranges) == 1:
+        page, begin, end = ranges[0]
+        return rows[page, begin:end]
+    page, begins, ends = np.array(ranges).T
+    counts = ends - begins
+    first = page * rows.shape[1] + begins - (np.cumsum(counts) - counts)
+    return rows.reshape(-1)[np.repeat(first, counts) + np.arange(counts.sum())]
+
+
+def _ancestors(tree: PageTree, page: int, row_end: int, count: int, rows: int) -> list[tuple[int, int]]:
+    """``(page, row_end)`` and what stands to its left, nearest first: ``count`` pages or enough for ``rows`` rows."""
+    path: list[tuple[int, int]] = []
+    while page >= 0 and len(path) < count and rows > 0:
+        path.append((page, row_end))
+        rows -= row_end
+        page, row_end = int(tree.parent[page]), int(tree.parent_end[page])
+    return path
+
+
+def _only_descendants(tree: PageTree, page: int, row_begin: int, count: int, rows: int) -> list[tuple[int, int, int]]:
+    """The ranges from ``(page, row_begin)`` to the right for as long as there is no choice, like ``_ancestors``."""
+    path: list[tuple[int, int, int]] = []
+    while True:
+        fill = int(tree.fill[page])
+        path.append((page, row_begin, fill))
+        rows -= fill - row_begin
+        child = int(tree.first_child[page])
+        only = child != NONE and tree.next_sibling[child] == NONE and tree.parent_end[child] == fill
+        if not only or len(path) == count or rows <= 0:
+            return path
+        page, row_begin = child, 0
+
+
+def _match(
+    tree: PageTree, prompt: np.ndarray, begin: int, path: list[tuple[int, int, int]], stop: int, pure: bool
 ) -> int:
-    length = min(int(tree.fill[page]) - row_begin, stop - begin)
-    if length <= 0:
-        return 0
-    matched = common_prefix(tree.tokens[page, row_begin : row_begin + length], prompt[begin : begin + length])
+    """How many leading rows of ``path`` agree with ``prompt[begin:stop]``."""
+    stored = gather(tree.tokens, path)[: stop - begin]
+    agree = stored == prompt[begin : begin + len(stored)]
     if pure:
-        impure = ~tree.pure[page, row_begin : row_begin + matched]
-        if impure.any():
-            matched = int(impure.argmax())
-    return matched
+        agree &= gather(tree.pure, path)[: len(stored)]
+    return len(stored) if agree.all() else int(agree.argmin())
 
 
-def join(pieces: list[Piece]) -> list[Piece]:
-    """Merges neighbouring pieces of one page."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if last and last.page == piece.page and last.row_end == piece.row_begin:
-            joined[-1] = last._replace(row_end=piece.row_end)
-        else:
-            joined.append(piece)
-    return joined
+def join(left: list[Piece], right: list[Piece]) -> list[Piece]:
+    """One walk out of two that meet at a row: where they meet inside a page, one piece."""
+    if not left or not right or left[-1].page != right[0].page or left[-1].row_end != right[0].row_begin:
+        return left + right
+    return [*left[:-1], left[-1]._replace(row_end=right[0].row_end), *right[1:]]

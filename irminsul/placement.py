@@ -132,12 +132,9 @@ class _Builder:
     def slots(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if not self.computed:
             return (np.zeros(0, np.int32),) * 3
-        positions, pages, rows = (
-            np.concatenate([np.arange(p, p + n) for p, _, _, n in self.computed]),
-            np.concatenate([np.full(n, page) for _, page, _, n in self.computed]),
-            np.concatenate([np.arange(row, row + n) for _, _, row, n in self.computed]),
-        )
-        return positions.astype(np.int32), pages.astype(np.int32), rows.astype(np.int32)
+        position, page, row, count = np.array(self.computed, np.int32).T
+        within = np.arange(count.sum(), dtype=np.int32) - np.repeat(np.cumsum(count, dtype=np.int32) - count, count)
+        return np.repeat(position, count) + within, np.repeat(page, count), np.repeat(row, count) + within
 
     def _starts_segment(self, position: int) -> bool:
         cut = bisect.bisect_left(self.segment_starts, position)

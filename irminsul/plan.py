@@ -12,7 +12,7 @@ import xxhash
 from jaxtyping import Int8, Int32, UInt64
 
 from irminsul import chunking, fingerprint, registry
-from irminsul.page_tree import PageTree, Piece, join, walk_left, walk_right
+from irminsul.page_tree import PageTree, Piece, gather, join, walk_left, walk_right
 from irminsul.policies import Policy
 from irminsul.registry import Registry
 
@@ -198,9 +198,9 @@ def _exact_prefix(
             if tree.namespace[page] != namespace:
                 continue
             pieces, at_root = walk_left(tree, tokens, end, page, row_end)
-            if at_root and all(tree.pure[p.page, p.row_begin : p.row_end].all() for p in pieces):
+            if at_root and gather(tree.pure, [(p.page, p.row_begin, p.row_end) for p in pieces]).all():
                 right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=True)
-                return _truncate(join(pieces + right), policy.exact_granularity)
+                return _truncate(join(pieces, right), policy.exact_granularity)
     return []
 
 
@@ -236,10 +236,11 @@ def _shifted_spans(
         window[window == NEW] = EVICTED
     spans: list[Span] = []
     position = begin
-    for candidate in np.flatnonzero(live.any(axis=1)):
+    hits = np.flatnonzero(live.any(axis=1))
+    at = 0
+    while at < len(hits):
+        candidate = hits[at]
         end, length = int(ends[candidate]), int(lengths[candidate])
-        if end <= position:
-            continue
         for slot in np.flatnonzero(live[candidate]):
             page = int(hints.content.page[bucket[candidate], slot])
             row_end = int(hints.content.row_end[bucket[candidate], slot])
@@ -250,6 +251,7 @@ def _shifted_spans(
                 continue
             position = _accept(pieces, tree.base_position, policy, bins, spans, position)
             break
+        at = max(at + 1, int(np.searchsorted(ends[hits], position, side="right")))
     return spans
 
 
@@ -280,7 +282,7 @@ def _grow(
     if matched < min(length, end - floor):
         return []
     right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=False) if policy.extension else []
-    return join(left + right)
+    return join(left, right)
 
 
 def _accept(
@@ -304,10 +306,10 @@ def _accept(
 
 def _carve_out(pieces: list[Piece], base_position: np.ndarray, sink_tokens: int) -> list[Piece]:
     """Drops leading rows that stand at, or were computed at, a position below ``sink_tokens``."""
-    served: list[Piece] = []
-    for piece in pieces:
+    for index, piece in enumerate(pieces):
         first = min(piece.position, int(base_position[piece.page]) + piece.row_begin)
-        drop = 0 if served else max(0, sink_tokens - first)
+        drop = max(0, sink_tokens - first)
         if piece.row_begin + drop < piece.row_end:
-            served.append(piece._replace(row_begin=piece.row_begin + drop, position=piece.position + drop))
-    return served
+            served = piece._replace(row_begin=piece.row_begin + drop, position=piece.position + drop)
+            return [served, *pieces[index + 1 :]]
+    return []

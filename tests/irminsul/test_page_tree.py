@@ -132,6 +132,9 @@ def test_eviction_takes_the_least_recent_request_from_its_end():
     assert page_tree.pages_to_evict(tree, 9, keep).tolist() == [5, 2, 1, 0, 4]
 
 
-def test_neighbouring_pieces_of_a_page_are_joined():
-    pieces = [Piece(3, 1, 4, 7), Piece(3, 4, 5, 10), Piece(4, 0, 2, 11), Piece(3, 6, 7, 13)]
-    assert join(pieces) == [Piece(3, 1, 5, 7), Piece(4, 0, 2, 11), Piece(3, 6, 7, 13)]
+def test_walks_that_meet_inside_a_page_make_one_piece_of_it():
+    left, right = [Piece(2, 0, 5, 2), Piece(3, 1, 4, 7)], [Piece(3, 4, 5, 10), Piece(4, 0, 2, 11)]
+    assert join(left, right) == [Piece(2, 0, 5, 2), Piece(3, 1, 5, 7), Piece(4, 0, 2, 11)]
+    assert join(left, right[1:]) == left + right[1:]
+    assert join(left, []) == left
+    assert join([], right) == right
