@@ -172,25 +172,24 @@ def test_bad_requests_are_refused_and_change_nothing():
     assert again.bins[0] == len(prompt) - 1
 
 
-TURNS = 11
-
-
-@functools.cache
-def session_program(num_pages, optimisation=3):
-    """A session of the tiny model, ready to run: model, engine, and the compiled scan over its turns."""
-    config, policy = CacheConfig(num_pages=num_pages, **LAYOUT), get_policy("irminsul", **SHORT_REUSE)
+def test_a_scan_over_turns_equals_the_engine_bit_for_bit():
+    """From a full pool on; the program works in that pool and holds no second one."""
+    config, policy = CacheConfig(num_pages=1021, **LAYOUT), get_policy("irminsul", **SHORT_REUSE)
     model = families.random_model(MODEL, seed=0)
     engine = engine_with(config, policy, model)
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((TURNS, CAPACITY), (TURNS,), (TURNS,))]
-    lowered = device_turn.serve_session.lower(model, to_device(engine.cache), *shapes, config=config, policy=policy)
-    return model, engine, lowered.compile(compiler_options={"xla_backend_optimization_level": optimisation})
+    fill = np.random.default_rng(2)
+    while (engine.cache.tree.namespace < 0).any():
+        engine.serve(fill.integers(0, MODEL["vocab_size"], CAPACITY), namespace="other")
 
-
-def test_a_scan_over_turns_equals_the_engine_bit_for_bit():
-    prompts = random_session(5, TURNS)
-    model, engine, session = session_program(61)
+    prompts = random_session(5, 11)
     requests = [jnp.stack(parts) for parts in zip(*map(padded, prompts), strict=True)]
-    carry, outputs = session(model, to_device(engine.cache.copy()), *requests, jnp.zeros(TURNS, jnp.int32))
+    arguments = (model, to_device(engine.cache.copy()), *requests, jnp.zeros(11, jnp.int32))
+    session = device_turn.serve_session.lower(*arguments, config=config, policy=policy).compile()
+    memory = session.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[1]))
+    assert memory.temp_size_in_bytes < engine.cache.pool.rope_pages.nbytes
+
+    carry, outputs = session(*arguments)
     exact = shifted = 0
     for turn, prompt in enumerate(prompts):
         response = engine.serve(prompt)
@@ -200,22 +199,12 @@ def test_a_scan_over_turns_equals_the_engine_bit_for_bit():
     assert exact > 100
     assert shifted > 100
     assert_same_cache(carry, engine.cache)
-    # The host goes on where the device stopped, and the carry it took over is consumed.
-    cache = to_host(carry, engine.cache.config, engine.cache.namespaces)
-    after = prefill(model, cache, prompts[1], engine.policy, mode="deterministic")
+    # The host goes on where the device stopped.
+    cache = to_host(carry, config, engine.cache.namespaces)
+    after = prefill(model, cache, prompts[1], policy, mode="deterministic")
     np.testing.assert_array_equal(after.logits, engine.serve(prompts[1]).logits)
     with pytest.raises(ConsumedError):
         to_device(cache)
-
-
-def test_memory_of_a_session_does_not_grow_with_the_pool():
-    """The pool is aliased; what else grows is a sort of the pages, a few integers each."""
-    small, large = (program[-1].memory_analysis() for program in (session_program(61), session_program(1021, 0)))
-    pages = 1021 - 61
-    assert large.temp_size_in_bytes - small.temp_size_in_bytes <= 32 * pages
-    layer_row_bytes = 4 * (MODEL["kv_lora_rank"] + MODEL["qk_rope_head_dim"])
-    page_bytes = MODEL["num_hidden_layers"] * LAYOUT["page_size"] * layer_row_bytes
-    assert large.alias_size_in_bytes - small.alias_size_in_bytes >= page_bytes * pages
 
 
 def test_page_tables_that_would_overflow_give_up_fragmented_spans():
