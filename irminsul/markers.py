@@ -2,7 +2,8 @@
 
 Text put between two markers is cut the same way wherever it stands, even where it repeats with a short period and the
 rolling hash by itself would never cut. The marker is searched so that the hash fires on its last token; the cut is also
-forced, since a cut less than `min_tokens` earlier, such as the max clamp inside the marker, would suppress it.
+forced, since a cut less than `min_tokens` earlier, such as the max clamp inside the marker, would suppress it. An
+anchor ends there, too, so that a plan that looks anchors up finds the marker and grows into the text beside it.
 """
 
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ from jaxtyping import Int32, Int64, Integer
 from irminsul.chunking import GEAR_WINDOW, ChunkingConfig, gear
 
 _FEWEST_IDS = 16
+_RAREST_ANCHORS = 1024  # beyond, a marker that is one would take minutes to find, and no plan relies on anchors
 
 
 def find_marker(
     seed: int, allowed_token_ids: Integer[np.ndarray, " V"], config: ChunkingConfig
 ) -> Int32[np.ndarray, "64"]:
-    """64 of the allowed token ids, drawn by `seed`, on the last of which a cut fires.
+    """64 of the allowed token ids, drawn by `seed`, on the last of which a cut fires and an anchor ends.
 
     Args:
       allowed_token_ids: ids that a model reads as ordinary text; at least 16 different ones.
@@ -31,10 +33,13 @@ def find_marker(
         raise ValueError(f"allowed_token_ids: {ids.size} different ids; give at least {_FEWEST_IDS}")
     generator = np.random.default_rng(seed)
     shifts = np.arange(GEAR_WINDOW, dtype=np.uint64)[::-1]
+    anchor_threshold = config.anchor_threshold if config.anchor_every <= _RAREST_ANCHORS else 2**32
     while True:
         trials = generator.choice(ids, (256, GEAR_WINDOW))
-        hashes = (gear(trials.reshape(-1), config).reshape(trials.shape) << shifts).sum(axis=1, dtype=np.uint64)
-        firing = np.flatnonzero(hashes < np.uint64(config.cut_threshold << 32))
+        terms = gear(trials.reshape(-1), config).reshape(trials.shape) << shifts
+        cut = terms.sum(axis=1, dtype=np.uint64) >> np.uint64(32)
+        anchor = terms[:, -config.anchor_window :].sum(axis=1, dtype=np.uint64) >> np.uint64(32)
+        firing = np.flatnonzero((cut < np.uint64(config.cut_threshold)) & (anchor < np.uint64(anchor_threshold)))
         if firing.size:
             return trials[firing[0]]
 

@@ -39,6 +39,7 @@ def test_a_marker_fires_on_its_last_token_behind_any_text(seed):
     marker = find_marker(seed, allowed, CONFIG)
     assert set(marker.tolist()) <= set(allowed.tolist())
     np.testing.assert_array_equal(marker, find_marker(seed, allowed, CONFIG))
+    assert chunking.boundaries(marker, CONFIG).anchor_ends[-1] == marker.size
     for before in range(3):
         hashes = chunking.rolling_hashes(np.concatenate([random_tokens(before, 97), marker]), CONFIG)[0]
         assert hashes[-1] >> np.uint64(32) < CONFIG.cut_threshold
