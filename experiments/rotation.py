@@ -75,7 +75,8 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     return {
         "title": (
             f"A moved bfloat16 key is {summary['relative_l2_bf16']:.2g} from a fresh exact one at any distance, "
-            f"of which {summary['relative_l2_bf16_storage']:.2g} is storage; FP8 alone costs {summary['relative_l2_fp8']:.2g}"
+            f"of which {summary['relative_l2_bf16_storage']:.2g} is storage; "
+            f"FP8 alone costs {summary['relative_l2_fp8']:.2g}"
         ),
         "summary": summary,
         "rows": rows,
