@@ -61,14 +61,22 @@ def claim(tree: PageTree, fresh: tuple[FreshPage, ...], pages: np.ndarray, token
 
 
 def finish(
-    cache: ContentCache, plan: ReusePlan, content: PromptContent, fresh: tuple[FreshPage, ...], pages: np.ndarray
+    cache: ContentCache,
+    plan: ReusePlan,
+    content: PromptContent,
+    fresh: tuple[FreshPage, ...],
+    pages: np.ndarray,
+    *,
+    bitwise: bool = True,
 ) -> None:
     """Makes the rows of a request findable, in place.
 
-    ``content`` is that of the whole sequence whose rows were written: the prompt and the decoded tokens behind it.
+    ``content`` is that of the whole sequence whose rows were written: the prompt and the decoded tokens behind it, which
+    count as pure unless ``bitwise``.
     """
     tree, tokens = cache.tree, content.tokens
-    pure_end = next((span.begin for span in plan.spans if not span.computed and not span.exact), plan.length)
+    unshifted_end = plan.length if bitwise else len(tokens)
+    pure_end = next((span.begin for span in plan.spans if not span.computed and not span.exact), unshifted_end)
     page_of, row_of = np.full(len(tokens), -1, np.int32), np.zeros(len(tokens), np.int32)
     for page, record in zip(pages.tolist(), fresh, strict=True):
         held = tokens[record.begin : record.end]

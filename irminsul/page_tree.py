@@ -11,6 +11,7 @@ The arrays are plain numpy and are changed in place by whoever owns the tree (``
 step); ``copy`` gives an independent tree. All are int32 unless said otherwise, ``N`` pages of ``G`` rows.
 """
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import NamedTuple
 
@@ -46,7 +47,8 @@ class PageTree:
       parent, parent_end: the page to the left and how many of its rows belong to the path, or ``ROOT`` / ``ORPHAN``.
       first_child, next_sibling, previous_sibling: links of the tree.
       last_used: clock of the last request that read or wrote the page.
-      pure: row computed in prefill, at its own position, behind pure rows only.
+      pure: row computed in prefill, at its own position, behind pure rows only (or decoded behind such rows, where the
+        policy that serves this namespace is not ``bitwise``).
       decoded: row written by a decode step.
       clock: steps this tree has been through (scalar array).
     """
@@ -105,12 +107,14 @@ def new_page_tree(num_pages: int, page_size: int) -> PageTree:
 
 def children(tree: PageTree, page: int) -> list[int]:
     """Pages whose left neighbour is ``page``, newest first."""
-    found = []
+    return list(_children(tree, page))
+
+
+def _children(tree: PageTree, page: int) -> Iterator[int]:
     child = int(tree.first_child[page])
     while child != NONE:
-        found.append(child)
+        yield child
         child = int(tree.next_sibling[child])
-    return found
 
 
 def attach(tree: PageTree, page: int, parent: int, parent_end: int) -> None:
@@ -150,6 +154,8 @@ def pages_to_evict(tree: PageTree, count: int, keep: np.ndarray) -> np.ndarray:
 
     ``keep [N]`` marks pages that must stay. Fewer than ``count`` are returned when no more can go.
     """
+    if count <= 0:
+        return np.zeros(0, np.int64)
     candidates = np.flatnonzero((tree.namespace != FREE) & ~keep)
     order = np.lexsort((candidates, -tree.base_position[candidates], tree.last_used[candidates]))
     return candidates[order[:count]]
@@ -210,15 +216,9 @@ def walk_right(
             matched, begin, row_begin = matched - taken, begin + taken, row_begin + taken
             if row_begin < row_end:
                 break
-        best, best_matched = NONE, 0
-        for child in children(tree, page):
-            if tree.parent_end[child] == row_begin:
-                matched = _match(tree, prompt, begin, [(child, 0, int(tree.fill[child]))], stop, pure)
-                if matched > best_matched:
-                    best, best_matched = child, matched
-        if best == NONE:
+        page, row_begin = _best_child(tree, prompt[begin:stop], page, row_begin, pure), 0
+        if page == NONE:
             break
-        page, row_begin = best, 0
     return pieces
 
 
@@ -255,6 +255,25 @@ def _only_descendants(tree: PageTree, page: int, row_begin: int, count: int, row
         if not only or len(path) == count or rows <= 0:
             return path
         page, row_begin = child, 0
+
+
+def _best_child(tree: PageTree, prompt: np.ndarray, page: int, row_end: int, pure: bool) -> int:
+    """The child behind row ``row_end`` of ``page`` that agrees longest with ``prompt``, the newest of equals, or
+    ``NONE``. A page that many prompts share may have thousands: all are compared at once."""
+    if tree.first_child[page] == NONE:
+        return NONE
+    candidates = np.flatnonzero((tree.parent == page) & (tree.parent_end == row_end))
+    length = min(tree.page_size, len(prompt))
+    agree = tree.tokens[candidates, :length] == prompt[:length]
+    agree &= np.arange(length) < tree.fill[candidates, None]
+    if pure:
+        agree &= tree.pure[candidates, :length]
+    matched = np.where(agree.all(axis=1), length, agree.argmin(axis=1)) if length else np.zeros(len(candidates), int)
+    longest = matched.max(initial=0)
+    if longest == 0:
+        return NONE
+    best = set(candidates[matched == longest].tolist())
+    return best.pop() if len(best) == 1 else next(child for child in _children(tree, page) if child in best)
 
 
 def _match(

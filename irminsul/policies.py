@@ -20,6 +20,9 @@ class Policy:
     Fields:
       exact: serve exact prefixes.
       exact_granularity: exact prefixes are cut down to a multiple of this many tokens.
+      bitwise: exact means bit-identical to a cold prefill, so a response that decoding wrote is no exact hit later.
+        Prefix caches in use do not ask that much: their policies turn it off, and their rows are kept apart from
+        those of other policies, since elsewhere a row may stand behind shifted ones.
       shifted: ``serve`` shifted hits; ``refuse`` them but say where they were; ``ignore`` them (no lookup).
       rotate: turn shifted keys by delta (without it they keep the position they were computed at).
       discovery: find shifted spans by ``anchors`` (32-token windows sampled by content) or by whole ``chunks``.
@@ -32,6 +35,7 @@ class Policy:
     name: str
     exact: bool = True
     exact_granularity: int = 1
+    bitwise: bool = True
     shifted: Literal["serve", "refuse", "ignore"] = "serve"
     rotate: bool = True
     discovery: Literal["anchors", "chunks"] = "anchors"
@@ -43,6 +47,10 @@ class Policy:
     def __post_init__(self):
         if self.exact_granularity < 1:
             raise ValueError(f"exact_granularity={self.exact_granularity} must be at least 1")
+        if self.shifted == "serve" and not self.bitwise:
+            raise ValueError(
+                "bitwise=False with shifted='serve' would call rows behind shifted ones exact; keep it True"
+            )
         if self.min_reuse < 1 or self.sink_tokens < 0:
             raise ValueError(
                 f"min_reuse={self.min_reuse} must be at least 1 and sink_tokens={self.sink_tokens} not negative"
@@ -53,8 +61,8 @@ POLICIES = {
     policy.name: policy
     for policy in (
         Policy("full", exact=False, shifted="ignore", register=False),
-        Policy("prefix", shifted="refuse"),
-        Policy("paged_prefix", exact_granularity=16, shifted="refuse"),
+        Policy("prefix", bitwise=False, shifted="refuse"),
+        Policy("paged_prefix", exact_granularity=16, bitwise=False, shifted="refuse"),
         Policy("naive", rotate=False),
         Policy("irminsul"),
     )

@@ -80,11 +80,11 @@ class PrefillResult:
     hidden: Float[Array, "M D"] | None = None
 
 
-def request_key(cache: ContentCache, model: Any, namespace: str, adapter: str) -> bytes:
+def request_key(cache: ContentCache, model: Any, namespace: str, adapter: str, bitwise: bool = True) -> bytes:
     """The key bytes of a request: two requests share rows only if every field is equal."""
     digest = "" if model is None else model.digest
     row_format = None if model is None else model.row_format
-    return fingerprint.key_bytes(namespace, digest, adapter, cache_format(cache.config, row_format))
+    return fingerprint.key_bytes(namespace, digest, adapter, cache_format(cache.config, row_format), int(bitwise))
 
 
 def prefill(
@@ -124,7 +124,7 @@ def prefill(
     check_storage(cache.config, policy)
     tokens = _validated(tokens, model, cache, new_tokens)
     blocks = () if model is None else blocks_for(model, mode)
-    key = request_key(cache, model, namespace, adapter)
+    key = request_key(cache, model, namespace, adapter, policy.bitwise)
     cache, owner = open_namespace(cache, key)
     content = read_content(tokens, cache.config.chunking, key)
     plan, placement, pages, evicted = _plan_within_pool(cache, content, owner, policy, new_tokens)
@@ -178,7 +178,7 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
         whole = np.concatenate([content.tokens, np.asarray(generated, np.int32)])
         content = read_content(whole, cache.config.chunking, request.key)
     tree.last_used[request.pages] = cache.clock
-    finish(cache, request.plan, content, request.fresh, request.pages)
+    finish(cache, request.plan, content, request.fresh, request.pages, bitwise=request.policy.bitwise)
     return cache
 
 

@@ -57,11 +57,12 @@ def assert_same_bits(served: Served, reference: Served) -> None:
 
 def plan_of(model, cache, tokens, policy="irminsul", namespace="default") -> ReusePlan:
     """What ``prefill`` would plan; changes nothing."""
-    key = request_key(cache, model, namespace, "")
+    policy = get_policy(policy)
+    key = request_key(cache, model, namespace, "", policy.bitwise)
     cache, owner = open_namespace(cache, key)
     content = read_content(np.asarray(tokens, np.int32), cache.config.chunking, key)
     window = cache.config.chunking.anchor_window
-    return plan_prompt(cache.tree, cache.registry, content, owner, get_policy(policy), window)
+    return plan_prompt(cache.tree, cache.registry, content, owner, policy, window)
 
 
 def rows_read(cache: ContentCache, plan: ReusePlan) -> np.ndarray:

@@ -51,7 +51,7 @@ def as_device_content(content):
 def test_placement_equals_the_hosts(name):
     policy = get_policy(name, **SHORT_REUSE)
     engine = Engine.create(None, CONFIG, policy)
-    key = request_key(engine.cache, None, "default", "")
+    key = request_key(engine.cache, None, "default", "", policy.bitwise)
     engine.cache, owner = open_namespace(engine.cache, key)
     pages = np.random.default_rng(1).permutation(CONFIG.num_pages).astype(np.int32)
 

@@ -48,7 +48,9 @@ def engine_with(config, policy, model=None):
     """An engine whose namespaces are open, so that host and device number them alike."""
     engine = Engine.create(model, config, policy, "deterministic")
     for namespace in NAMESPACES:
-        engine.cache, _ = open_namespace(engine.cache, request_key(engine.cache, model, namespace, ""))
+        engine.cache, _ = open_namespace(
+            engine.cache, request_key(engine.cache, model, namespace, "", engine.policy.bitwise)
+        )
     return engine
 
 

@@ -53,7 +53,7 @@ def test_law_2_warm_and_cold_runs_tile_attention_alike(data):
 def test_a_page_is_copied_once_and_only_where_a_stored_page_goes_on():
     tokens = random_tokens(0, 300)
     cache = new_cache(CONFIG)
-    result = prefill(None, cache, tokens)
+    result = prefill(None, cache, tokens, "prefix")
     cache = complete(result.cache, result.request)
     content = result.request.plan.content
     cut = int(content.segment_ends[0])

@@ -26,7 +26,8 @@ EAGER = get_policy("irminsul", min_reuse=16, sink_tokens=8)
 @dataclasses.dataclass(frozen=True)
 class Row:
     """What one row of the pool holds: ``left`` are the tokens it was computed behind if those were all its own
-    request's, computed or exact, and None if anything else stood there."""
+    request's, computed or exact, and None if anything else stood there (or if it was decoded, where the policy is
+    ``bitwise``)."""
 
     token: int
     base: int
@@ -45,6 +46,7 @@ class Oracle:
         serials = self.cache.tree.serial.copy()
         result = prefill(None, self.cache, tokens, policy, namespace=namespace, new_tokens=reserved)
         request, plan = result.request, result.request.plan
+        namespace = f"{namespace}, bitwise={request.policy.bitwise}"  # policies that ask for less keep to themselves
         reused = self.check_spans(plan, request.policy, namespace)
         placed = self.check_entries(request, reused)
         self.forget_pages(result.cache.tree.serial != serials)
@@ -115,7 +117,9 @@ class Oracle:
         for step, token in enumerate(generated):
             place = tuple(request.slots[step].tolist())
             assert place not in new
-            new[place] = Row(token, len(tokens) + step, namespace, None)
+            exact = not request.policy.bitwise and not len(shifted)
+            left = (*tokens, *generated[:step]) if exact else None
+            new[place] = Row(token, len(tokens) + step, namespace, left)
         assert not set(new) & set(self.rows)
         self.rows |= new
 

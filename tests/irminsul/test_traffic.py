@@ -162,12 +162,14 @@ def test_full_keeps_nothing_and_paged_prefix_counts_in_blocks_of_16():
         assert (engine.cache.tree.namespace < 0).all()
     blocks = bins_of(tokens, tokens, policy="paged_prefix")
     assert (blocks == EXACT).sum() == 1002 // 16 * 16
-    plan = plan_of(None, complete_after(tokens[:77]), tokens, "paged_prefix")
+    plan = plan_of(None, complete_after(tokens[:77], "paged_prefix"), tokens, "paged_prefix")
     assert plan.bins["exact"] == 64
+    plan = plan_of(None, complete_after(tokens[:77], "irminsul"), tokens, "paged_prefix")
+    assert plan.bins["exact"] == 0  # rows of a policy that may shift are kept apart
 
 
-def complete_after(tokens):
-    engine = Engine.create(None, CONFIG)
+def complete_after(tokens, policy):
+    engine = Engine.create(None, CONFIG, policy)
     engine.serve(tokens)
     return engine.cache
 
