@@ -71,7 +71,8 @@ def finish(
 ) -> None:
     """Makes the rows of a request findable, in place.
 
-    ``content`` is that of the whole sequence whose rows were written: the prompt and the decoded tokens behind it, which
+    ``content`` is that of the whole sequence whose rows were written: the prompt and the decoded tokens behind it,
+      which
     count as pure unless ``bitwise``.
     """
     tree, tokens = cache.tree, content.tokens
