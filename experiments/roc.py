@@ -36,7 +36,7 @@ from experiments.subjects import Subject, documents, names, subject
 
 # What the paper reports, as far as it gives figures.
 PAPER = {"c_kv": "about 0.77", "k_r": "below 0.5", "gqa_k": "below 0.5", "mha_k": "below 0.5"}
-QUICK = {"blocks": 40, "varied_blocks": 40, "contexts": 4, "batch": 10, "draws": 200, "vary": "first"}
+QUICK = {"blocks": 36, "varied_blocks": 36, "contexts": 3, "batch": 12, "draws": 200, "vary": "first"}
 TWIN_PLACES = 2  # random placements of each negative made from a block
 NEAR = 512  # tokens of context where position or context changes alone
 NONE_BEFORE, POSITION, CONTEXT, BOTH = "nothing to the left", "position only", "context only", "both (protocol)"

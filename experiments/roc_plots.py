@@ -46,7 +46,7 @@ def plot_curves(rows, curves, grid, path: Path) -> None:
     """ROC curves, a panel a model, mean over layers."""
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            1, len(curves), figsize=(max(4.0, 3.1 * len(curves)), 3.4), squeeze=False, sharey=True, layout="constrained"
+            1, len(curves), figsize=(max(6.0, 3.1 * len(curves)), 3.4), squeeze=False, sharey=True, layout="constrained"
         )
         for axis, (model, found) in zip(axes[0], curves.items(), strict=True):
             for quantity, curve in found.items():
@@ -59,7 +59,7 @@ def plot_curves(rows, curves, grid, path: Path) -> None:
             axis.set(xlabel="other content accepted", xlim=(-0.01, 1), ylim=(0, 1.02))
             axis.legend(frameon=False, fontsize=7.5, loc="lower right", title="AUC", title_fontsize=7.5)
         axes[0, 0].set_ylabel("same content accepted")
-        _title(figure, "The same content is recognised wherever it stands, once keys are turned")
+        _title(figure, "Telling the same content from other content")
         figure.savefig(path)
         plt.close(figure)
 
@@ -70,7 +70,7 @@ def plot_layers(rows, path: Path) -> None:
     names = list(dict.fromkeys(row["model"] for row in listed))
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            1, len(names), figsize=(max(4.0, 3.1 * len(names)), 2.9), squeeze=False, sharey=True, layout="constrained"
+            1, len(names), figsize=(max(6.0, 3.1 * len(names)), 2.9), squeeze=False, sharey=True, layout="constrained"
         )
         for axis, model in zip(axes[0], names, strict=True):
             for row in (row for row in listed if row["model"] == model):
@@ -82,7 +82,7 @@ def plot_layers(rows, path: Path) -> None:
             axis.set_xlabel("layer")
             axis.legend(frameon=False, fontsize=7.5)
         axes[0, 0].set_ylabel("AUC")
-        _title(figure, "By layer")
+        _title(figure, "AUC by layer")
         figure.savefig(path)
         plt.close(figure)
 

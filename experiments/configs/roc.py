@@ -21,6 +21,6 @@ def get_config() -> ConfigDict:
             "draws": 300,  # of the bootstrap over blocks
             "batch": 16,  # blocks run at once
             "seed": 0,
-            "quick": False,  # 40 blocks and 4 contexts, varied on the first model only
+            "quick": False,  # 36 blocks and 3 contexts, varied on the first model only
         }
     )
