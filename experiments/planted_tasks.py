@@ -15,6 +15,7 @@ Tasks:
   text          no question: a stretch of the corpus.
 """
 
+import itertools
 import re
 import zlib
 from collections.abc import Callable
@@ -215,7 +216,7 @@ class Planter:
         plan: Callable = getattr(self, f"_plan_{task}")
         chunk_count, planted, asked = plan(rng, length, facts)
         order = rng.permutation(len(asked))[: min(len(asked), questions or 8)]
-        asked_now = [self._question(*asked[index], chat) for index in order]
+        asked_now = [self._question(asked[index], chat) for index in order]
         spent = sum(len(q.prompt) + len(q.answer) + len(q.closing) for q in asked_now)
         chunks, places = self._lay_out(rng, chunk_count, planted, length - spent, chat)
         return Sample(task, chunks, places, tuple(asked_now))
@@ -267,7 +268,7 @@ class Planter:
 
     def _steps_of(self, rng, attribute, members, value):
         """Some of the questions that a chain answers on the way: where a link leads, the code of a later member."""
-        steps = [(x, f"Which name does {x} stand for?", y) for x, y in zip(members, members[1:], strict=False)]
+        steps = [(x, f"Which name does {x} stand for?", y) for x, y in itertools.pairwise(members)]
         steps += [(name, _ask(attribute, name), value) for name in members[1:]]
         return [step for step in steps if rng.random() < 0.3]
 
@@ -294,7 +295,8 @@ class Planter:
 
     # Tokens
 
-    def _question(self, name: str, question: str, answer: str, chat: bool) -> Question:
+    def _question(self, asked: tuple[str, str, str], chat: bool) -> Question:
+        name, question, answer = asked
         marks = self.specials
         if chat:
             prompt = [marks["user"], *self._encode(question), marks["end"], marks["assistant"]]

@@ -14,15 +14,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 from tokenizers import Tokenizer
 
+from experiments.errors import InputError
 from experiments.planted_tasks import QUESTION_TASKS, Planter, Sample
+from models import checkpoint
 from models.families import Model
 from models.pretrained import FOLDER, TOKENIZER
 from models.training.text import token_stream
 from models.training.trainer import token_losses
 
-SIBLINGS = ("mla", "gqa", "mha")
 HELD_OUT = FOLDER / "irminsul-mini" / "heldout.jsonl.xz"
 
 
@@ -50,8 +52,7 @@ class EvalConfig:
 def planter(tokenizer: Path = TOKENIZER, text: Path = HELD_OUT, cache: Path | None = None) -> Planter:
     """Draws evaluation samples: held-out names in held-out text."""
     reader = Tokenizer.from_file(str(tokenizer))
-    bos = reader.token_to_id("<|bos|>")
-    return Planter(reader, token_stream(text, reader, bos, cache), "heldout")
+    return Planter(reader, token_stream(text, reader, cache), "heldout")
 
 
 def evaluation_set(planter: Planter, task: str, config: EvalConfig, count: int) -> Iterator[Sample]:
@@ -62,7 +63,7 @@ def evaluation_set(planter: Planter, task: str, config: EvalConfig, count: int) 
 
 
 def evaluate(model: Model, planter: Planter, config: EvalConfig) -> list[dict[str, Any]]:
-    """One row a task: accuracy over questions with its standard error, or loss over stretches of text with its spread."""
+    """One row a task: accuracy over questions with its standard error, or loss of text with its spread."""
     run = jax.jit(partial(_run, fused=config.fused))
     rows = []
     for task in (*QUESTION_TASKS, "text"):
@@ -116,9 +117,71 @@ def _scores(sample: Sample, losses: np.ndarray, right: np.ndarray) -> list[float
 
 
 def summary(sibling: str, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Flat figures of one sibling, e.g. ``needle_mla`` and ``text_loss_mla``."""
-    figures = {}
+    """Figures of one sibling at the longest length, e.g. ``needle_mla``; others as ``needle_mla_at_1024``."""
+    longest = max(row["length"] for row in rows)
+    figures: dict[str, float] = {}
     for row in rows:
         name, metric = ("text_loss", "loss") if row["task"] == "text" else (row["task"], "accuracy")
-        figures[f"{name}_{sibling}"] = row[metric]
+        at = "" if row["length"] == longest else f"_at_{row['length']}"
+        figures[f"{name}_{sibling}{at}"] = row[metric]
     return figures
+
+
+def run(config: ConfigDict, out: Path) -> dict[str, Any]:
+    """Evaluates every checkpoint of ``config.models`` at every length.
+
+    Raises:
+      InputError: for a checkpoint or dtype that does not exist, or a length too short for the tasks.
+    """
+    samples, texts, lengths = config.samples, config.text_samples, tuple(config.lengths)
+    if config.quick:
+        samples, texts, lengths = min(samples, 6), min(texts, 6), (1024,)
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, float] = {}
+    try:
+        draw = planter()
+        for name in config.models:
+            model = checkpoint.load(name, jnp.dtype(config.dtype))
+            found = []
+            for length in lengths:
+                evaluation = EvalConfig(
+                    samples, texts, length, config.questions, config.batch, config.seed, config.fused
+                )
+                found += evaluate(model, draw, evaluation)
+            rows += [{"model": name, **row} for row in found]
+            figures |= summary(name.rsplit("-", 1)[-1], found)
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise InputError(str(error)) from error
+    return {
+        "title": "Planted tasks by full prefill: "
+        + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()),
+        "summary": figures,
+        "rows": rows,
+        "tables": [_table(rows)],
+        "notes": [
+            f"Weights as shipped (int8 by row), arithmetic in {config.dtype}, full prefill, names and text unseen in "
+            f"training, {samples} samples a task with up to {config.questions} questions each. Copying is scored by "
+            "token, all else by whole answers. Text loss is in nats a token; its deviation is that between stretches."
+        ],
+    }
+
+
+def _worst(figures: dict[str, float]) -> str:
+    asked = {name: value for name, value in figures.items() if "text_loss" not in name and "_at_" not in name}
+    name = min(asked, key=asked.__getitem__)
+    reached = sum(value >= 0.9 for value in asked.values())
+    return f"{reached} of {len(asked)} accuracies reach 0.9, lowest {name} {asked[name]:.2f}"
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| model | tokens | task | accuracy or loss | standard error | deviation | scored |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        value = row.get("accuracy", row.get("loss"))
+        lines.append(
+            f"| {row['model']} | {row['length']} | {row['task']} | {value:.3f} | {row['standard_error']:.3f} | "
+            f"{row['deviation']:.3f} | {row['scored']} |"
+        )
+    return "\n".join(lines)

@@ -4,6 +4,7 @@ Any text will do: ``corpus`` is a folder, a ``.jsonl`` file with a field ``text`
 ``tools/corpus/build.py``. A run that is stopped goes on from its last checkpoint when started again.
 """
 
+import dataclasses
 import json
 import time
 from functools import partial
@@ -23,7 +24,7 @@ from models import checkpoint, families, row_int8
 from models.training import loader
 from models.training.optimiser import OptimiserConfig
 from models.training.text import token_stream
-from models.training.trainer import Batch, TrainConfig, TrainState, fit
+from models.training.trainer import Batch, TrainConfig, TrainState, fit, init_state
 
 
 def run(config: ConfigDict, out: Path) -> dict[str, Any]:
@@ -40,7 +41,9 @@ def run(config: ConfigDict, out: Path) -> dict[str, Any]:
     figures: dict[str, float] = {}
     for row in rows:
         stem = "text_loss" if row["task"] == "text" else row["task"]
-        figures[f"{stem}_{row['model'].rsplit('-', 1)[-1]}_{row['weights']}"] = row.get("accuracy", row.get("loss"))
+        figures[f"{stem}_{row['model'].rsplit('-', 1)[-1]}_{row['weights']}"] = row[
+            "loss" if row["task"] == "text" else "accuracy"
+        ]
     return {
         "title": f"Trained {', '.join(config.models)} in {sum(s[0] for s in config.stages)} steps",
         "summary": figures,
@@ -59,7 +62,7 @@ def train_one(name: str, config: ConfigDict, out: Path) -> list[dict[str, Any]]:
     tokenizer_path = Path(config.tokenizer)
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
     stream = work / "stream.npy"
-    tokens = token_stream(Path(config.corpus), tokenizer, tokenizer.token_to_id("<|bos|>"), stream)
+    tokens = token_stream(Path(config.corpus), tokenizer, stream)
     print(f"{name}: {families.parameter_count(families.abstract(family, shape)):,} parameters", flush=True)
     print(f"{len(tokens):,} tokens of text, {train.steps} steps, {jax.devices()[0].device_kind}", flush=True)
 
@@ -81,6 +84,7 @@ def train_one(name: str, config: ConfigDict, out: Path) -> list[dict[str, Any]]:
         report=partial(_report, progress, name),
         on_checkpoint=export,
         stop_at=config.stop_at or None,
+        state=_start(config, family, shape, train),
         deadline=started + config.minutes * 60 if config.minutes else None,
     )
     print(f"{name}: step {int(state.step)} after {time.monotonic() - started:.0f} s", flush=True)
@@ -91,6 +95,13 @@ def train_one(name: str, config: ConfigDict, out: Path) -> list[dict[str, Any]]:
     return _evaluations(name, families.model(family, shape, state.params), config, out)
 
 
+def _start(config: ConfigDict, family: families.Family, shape: Any, train: TrainConfig) -> TrainState | None:
+    """The weights of ``config.start`` with an empty optimiser, where one is named."""
+    if not config.start:
+        return None
+    return init_state(family, shape, train, checkpoint.load(config.start, jnp.float32).params)
+
+
 def _evaluations(name: str, trained: families.Model, config: ConfigDict, out: Path) -> list[dict[str, Any]]:
     """Figures of the trained weights and of the int8 ones as they load."""
     evaluation = EvalConfig(fused=config.fused, **config.evaluation)
@@ -99,7 +110,7 @@ def _evaluations(name: str, trained: families.Model, config: ConfigDict, out: Pa
     planter = reference_eval.planter(Path(config.tokenizer), Path(config.heldout))
     dtype = jnp.dtype(config.dtype)
     rows = []
-    full = trained.replace(params=jax.tree.map(lambda leaf: leaf.astype(dtype), trained.params))
+    full = dataclasses.replace(trained, params=jax.tree.map(lambda leaf: leaf.astype(dtype), trained.params))
     for weights, model in ((config.dtype, full), ("int8", checkpoint.load(out, dtype))):
         for row in reference_eval.evaluate(model, planter, evaluation):
             rows.append({"model": name, "weights": weights, **row})

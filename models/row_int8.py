@@ -5,6 +5,8 @@ stored as ``round(w / s)`` with ``s = max|w| / 127``, so no value clips, and rea
 """
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +49,12 @@ def with_row_scales(tensors: dict[str, Stored]) -> dict[str, Stored]:
         if scale is None or scale.shape != weight.shape[:1]:
             shape = "missing" if scale is None else f"of shape {scale.shape}"
             raise CheckpointError(f"tensor {name + SUFFIX!r} is {shape}: {name!r} {weight.shape} needs a scale a row")
-        found[name] = Stored(
-            weight.shape,
-            np.dtype(np.float32),
-            lambda weight=weight, scale=scale: dequantise(np.asarray(weight.read()), np.asarray(scale.read())),
-        )
+        found[name] = Stored(weight.shape, np.dtype(np.float32), partial(_read, weight, scale))
     return found
+
+
+def _read(weight: Stored, scale: Stored) -> np.ndarray:
+    return dequantise(np.asarray(weight.read()), np.asarray(scale.read()))
 
 
 def save(model: Model, folder: Path, *, shard_bytes: int = 15_000_000) -> None:
@@ -68,7 +70,7 @@ def save(model: Model, folder: Path, *, shard_bytes: int = 15_000_000) -> None:
         if shards[-1] and size > shard_bytes:
             shards.append({})
         shards[-1] |= stored
-    places = {}
+    places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, folder / file)
@@ -78,7 +80,7 @@ def save(model: Model, folder: Path, *, shard_bytes: int = 15_000_000) -> None:
     (folder / "config.json").write_text(json.dumps(fields, indent=1, sort_keys=True) + "\n")
 
 
-def _published(model: Model):
+def _published(model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Tensors of the published layout, by name."""
     params: Any = jax.tree.map(np.asarray, model.params)
     for tensor in model.family.tensors(model.config):

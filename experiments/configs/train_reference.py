@@ -33,6 +33,7 @@ def get_config() -> ConfigDict:
             "workers": 2,  # processes that make batches
             "checkpoint_every": 250,
             "report_every": 10,
+            "start": "",  # a checkpoint to take weights from, instead of random ones
             "minutes": 0.0,  # 0: to the last step
             "stop_at": 0,  # a step to leave at, keeping the checkpoint and evaluating nothing; 0: the last
             "shard_bytes": 15_000_000,

@@ -18,7 +18,7 @@ class OptimiserConfig:
     Fields:
       kind: "muon" (momentum orthogonalised by Newton-Schulz, update size matched to Adam's as in arXiv 2502.16982,
         section 2.2; embeddings and norms stay with Adam) or "adamw".
-      learning_rate: peak, after ``warmup_steps`` of linear rise; cosine decay to ``final_share`` of it at the last step.
+      learning_rate: peak, after ``warmup_steps`` of linear rise; cosine decay to ``final_share`` of it.
       weight_decay: on matrices and, under "adamw", the embedding; never on norms.
       clip: of the global gradient norm.
     """

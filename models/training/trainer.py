@@ -60,9 +60,9 @@ class TrainConfig:
     report_every: int = 10
 
 
-def init_state(family: Family, config: Any, train: TrainConfig) -> TrainState:
-    """Random weights and an empty optimiser."""
-    params = families.init(family, config, train.seed, jnp.float32)
+def init_state(family: Family, config: Any, train: TrainConfig, params: Any = None) -> TrainState:
+    """Random weights, or those given, and an empty optimiser."""
+    params = families.init(family, config, train.seed, jnp.float32) if params is None else params
     update = optimiser(train.optimiser, train.steps, family.parameters(config))
     return TrainState(jnp.zeros((), jnp.int32), params, update.init(params))
 
@@ -109,7 +109,7 @@ def make_step(family: Family, config: Any, train: TrainConfig) -> Callable[[Trai
         )
         updates, optimiser_state = update.update(gradient, state.optimiser, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": value, "gradient_norm": optax.global_norm(gradient), **metrics}
+        metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradient), **metrics}
         return TrainState(state.step + 1, params, optimiser_state), metrics
 
     return jax.jit(step, donate_argnums=0)

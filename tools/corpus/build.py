@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from extract import READERS, clean, is_english  # noqa: E402
-from sources import SOURCES, Source  # noqa: E402
+from extract import READERS, clean, is_english
+from sources import SOURCES, Source
 
 HELD_OUT_ONE_IN = 50
 REPEATED_LINE_LIMIT = 8  # a line seen in more documents of its source than this is boilerplate
