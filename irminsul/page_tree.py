@@ -13,6 +13,7 @@ step); ``copy`` gives an independent tree. All are int32 unless said otherwise, 
 
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -164,6 +165,8 @@ def pages_to_evict(tree: PageTree, count: int, keep: np.ndarray) -> np.ndarray:
 # A walk compares this many pages at once, more after each block that agrees throughout: a long match costs a few
 # vectorised comparisons and a short one touches few pages.
 FIRST_BLOCK, LARGEST_BLOCK = 8, 256
+# Up to this many children are listed by their links; more are found by a search over all pages.
+FEW = 8
 
 
 def walk_left(
@@ -260,19 +263,22 @@ def _only_descendants(tree: PageTree, page: int, row_begin: int, count: int, row
 def _best_child(tree: PageTree, prompt: np.ndarray, page: int, row_end: int, pure: bool) -> int:
     """The child behind row ``row_end`` of ``page`` that agrees longest with ``prompt``, the newest of equals, or
     ``NONE``. A page that many prompts share may have thousands: all are compared at once."""
-    if tree.first_child[page] == NONE:
+    family: list[int] = list(islice(_children(tree, page), FEW + 1))
+    if len(family) > FEW:
+        family = np.flatnonzero(tree.parent == page).tolist()
+    candidates = [child for child in family if tree.parent_end[child] == row_end]
+    if not candidates:
         return NONE
-    candidates = np.flatnonzero((tree.parent == page) & (tree.parent_end == row_end))
     length = min(tree.page_size, len(prompt))
     agree = tree.tokens[candidates, :length] == prompt[:length]
-    agree &= np.arange(length) < tree.fill[candidates, None]
+    agree &= np.arange(length) < tree.fill[candidates][:, None]
     if pure:
         agree &= tree.pure[candidates, :length]
     matched = np.where(agree.all(axis=1), length, agree.argmin(axis=1)) if length else np.zeros(len(candidates), int)
     longest = matched.max(initial=0)
     if longest == 0:
         return NONE
-    best = set(candidates[matched == longest].tolist())
+    best = {child for child, rows in zip(candidates, matched.tolist(), strict=True) if rows == longest}
     return best.pop() if len(best) == 1 else next(child for child in _children(tree, page) if child in best)
 
 

@@ -121,6 +121,27 @@ def test_walking_right_follows_tokens_and_links(forest, data):
                 assert tree.tokens[next_page, number] != prompt[position]
 
 
+def test_among_many_children_the_longest_match_wins_and_the_newest_of_equals():
+    """More children than are listed one by one, at two rows of one page."""
+    tree = new_page_tree(41, ROWS)
+    tree.namespace[:], tree.fill[:], tree.tokens[:] = 0, ROWS, 1
+    attach(tree, 0, page_tree.ROOT, 0)
+    for page in range(1, 41):
+        attach(tree, page, 0, 3 if page % 2 else ROWS)
+    tree.tokens[[8, 14, 32], :4] = 2  # behind row 5
+    tree.tokens[[9, 15], :5] = 2  # behind row 3
+    prompt = np.array([1, 1, 1, 1, 1, 2, 2, 2, 2, 2], np.int32)
+    assert places(page_tree.walk_right(tree, prompt, 0, 0, 0, stop=10, pure=False))[5:] == [
+        (32, row) for row in range(4)
+    ]
+    prompt = np.delete(prompt, [3, 4])
+    assert places(page_tree.walk_right(tree, prompt, 0, 0, 0, stop=8, pure=False))[3:] == [
+        (15, row) for row in range(5)
+    ]
+    release(tree, 15)
+    assert places(page_tree.walk_right(tree, prompt, 0, 0, 0, stop=8, pure=False))[3:] == [(9, row) for row in range(5)]
+
+
 def test_eviction_takes_the_least_recent_request_from_its_end():
     tree = new_page_tree(7, 3)
     tree.namespace[:6] = 0
