@@ -64,7 +64,7 @@ def _nested(records: list[Any], scope: str, block_size: int) -> Iterator[BlockRe
     for record in records:
         if "requests" in record:
             yield from _nested(record["requests"], scope, block_size)
-        elif record.get("hash_ids"):
+        elif "hash_ids" in record:
             yield _request(record, scope, turn, block_size)
             turn += 1
 

@@ -58,7 +58,10 @@ class SessionLog:
         event, parent = record.get("uuid"), record.get("parentUuid")
         if record["type"] not in ("user", "assistant"):
             if event is not None:  # part of the chain, not of the prompt
-                self._link(record, event, parent)
+                thread = self._link(record, event, parent)
+                if record.get("subtype") == "compact_boundary":
+                    yield from self._close(thread)
+                    thread.cut_behind(None)
             return
         parts = read_message(record["message"])
         if "sessionId" in record:
@@ -91,8 +94,6 @@ class SessionLog:
             thread = _Thread() if record.get("isSidechain") and not record.get("agentId") else self.main
         if event is not None:
             self.threads[event] = thread
-        if record.get("subtype") == "compact_boundary":
-            thread.cut_behind(None)
         return thread
 
     def _rewind(self, thread: _Thread, parent: str | None) -> None:
