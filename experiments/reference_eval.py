@@ -135,7 +135,7 @@ def run(config: ConfigDict, out: Path) -> dict[str, Any]:
     """
     samples, texts, lengths = config.samples, config.text_samples, tuple(config.lengths)
     if config.quick:
-        samples, texts, lengths = min(samples, 6), min(texts, 6), (1024,)
+        samples, texts, lengths = min(samples, 4), min(texts, 4), (1024,)
     rows: list[dict[str, Any]] = []
     figures: dict[str, float] = {}
     try:

@@ -4,7 +4,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """Every setting with its default; ``quick`` takes 6 samples a task at 1024 tokens."""
+    """Every setting with its default; ``quick`` takes 4 samples a task at 1024 tokens."""
     return ConfigDict(
         {
             "study": "reference_eval",

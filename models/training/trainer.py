@@ -7,6 +7,7 @@ State is a pytree; a step is a pure function of state and batch; batches are a p
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,8 +83,9 @@ def token_losses(
     return jax.vmap(one)(tokens)
 
 
+@lru_cache(maxsize=4)
 def make_step(family: Family, config: Any, train: TrainConfig) -> Callable[[TrainState, Any, Any], tuple[Any, Any]]:
-    """``step(state, tokens, weights) -> (state, metrics)``, jitted; the state is donated."""
+    """``step(state, tokens, weights) -> (state, metrics)``, jitted once per recipe; the state is donated."""
     update = optimiser(train.optimiser, train.steps, family.parameters(config))
     rotary = family.rotary(config)
 
