@@ -28,40 +28,41 @@ EXAMPLES = 2
 
 
 class Census:
-    """A survey and the breaks found on the way; ``lost`` counts tokens an exact-prefix cache computes again behind each
-    kind of break, though they were seen before."""
+    """A survey, and for each of its requests the break it came with or None."""
 
     def __init__(self, encoder: Encoder):
         settings = SurveySettings(methods=(), across=False, explain_seams=False)
         self.survey, self.finder = Survey(encoder, settings), BreakFinder()
-        self.breaks: list[Break] = []
-        self.lost = dict.fromkeys(KINDS, 0)
+        self.breaks: list[Break | None] = []
 
     def visit(self, request: Request) -> None:
         """Takes one request; those of a trace must come together."""
-        row = self.survey.visit(request)
-        found = self.finder.visit(request)
-        if found is not None:
-            self.breaks.append(found)
-            self.lost[found.kind] += max(0, row["reachable"] - row["methods"]["prefix"])
+        self.survey.visit(request)
+        self.breaks.append(self.finder.visit(request))
 
     def result(self) -> dict[str, Any]:
         """Summary keys of the recovery study, and ``breaks``, the costliest kind first."""
         self.survey.close()
         if not self.survey.rows:
             raise InputError("traces: no request was read")
-        kinds = sorted(KINDS, key=lambda kind: -self.lost[kind])
+        # What an exact-prefix cache computes again behind each kind of break, though it was seen before.
+        lost = dict.fromkeys(KINDS, 0)
+        found: dict[str, list[Break]] = {kind: [] for kind in KINDS}
+        for row, entry in zip(self.survey.rows, self.breaks, strict=True):
+            if entry is not None:
+                found[entry.kind].append(entry)
+                lost[entry.kind] += max(0, row["reachable"] - row["methods"]["prefix"])
         breaks = [
             {
                 "kind": kind,
                 "what": KINDS[kind][0],
                 "change": KINDS[kind][1],
-                "requests": sum(found.kind == kind for found in self.breaks),
-                "tokens_lost": self.lost[kind],
-                "examples": [vars(found) for found in self.breaks if found.kind == kind][:EXAMPLES],
+                "requests": len(found[kind]),
+                "tokens_lost": lost[kind],
+                "examples": [vars(entry) for entry in found[kind][:EXAMPLES]],
             }
-            for kind in kinds
-            if any(found.kind == kind for found in self.breaks)
+            for kind in sorted(KINDS, key=lambda kind: -lost[kind])
+            if found[kind]
         ]
         return {**summarise(self.survey), "breaks": breaks}
 

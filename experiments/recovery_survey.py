@@ -8,11 +8,12 @@ content anywhere is credited with the exact prefix, too.
 import functools
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
 from experiments import baselines
 from experiments.baselines import Baseline, Blocks, Chunks, MarkedChunks, RadixTree, Stream
@@ -20,7 +21,7 @@ from experiments.errors import InputError
 from experiments.recovery_reasons import REASONS, Seen, refine
 from experiments.recovery_savings import Savings, shapes
 from experiments.traffic.session import Request
-from experiments.traffic.tokenization import Encoder, render
+from experiments.traffic.tokenization import Encoder, Piece, render
 from irminsul import chunking, markers
 from irminsul.cache import CacheConfig
 from irminsul.engine import Engine
@@ -29,6 +30,7 @@ from irminsul.policies import Policy, get_policy
 
 CHUNKING = chunking.ChunkingConfig()
 MARKED_PIECE = 128
+BATCH_TOKENS = 2**21
 PREFIX_ONLY = ("none", "paged_16", "paged_64")
 # In order of appearance in tables: what each adds to the one before.
 METHODS = (
@@ -107,20 +109,22 @@ class Scope:
         extended = get_policy(settings.policy, discovery="chunks")
         self.extended = plan_only_engine(extended, pages) if "chunks_extended" in methods else None
 
-    def serve(self, engine: Engine, name: str, stream: Stream) -> np.ndarray:
-        """The bins of a prompt."""
-        prompt, response = stream.tokens[: stream.length], stream.tokens[stream.length :]
+    def plan(self, engine: Engine, name: str, streams: Sequence[Stream]) -> list[np.ndarray]:
+        """The bins of each prompt."""
         started = time.thread_time()
-        served = engine.serve(prompt, continuation=response if len(response) else None)
+        bins = []
+        for tokens, length, _ in streams:
+            continuation = tokens[length:] if length < len(tokens) else None
+            bins.append(engine.serve(tokens[:length], continuation=continuation).bin_of_token)
         self.seconds[name] += time.thread_time() - started
-        return served.bin_of_token
+        return bins
 
-    def timed(self, name: str, baseline: Baseline, stream: Stream) -> Bool[np.ndarray, " T"]:
-        """What a simulated method recovers."""
+    def simulate(self, name: str, baseline: Baseline, streams: Sequence[Stream]) -> list[np.ndarray]:
+        """What a simulated method recovers of each prompt."""
         started = time.thread_time()
-        served = baseline.visit(stream)
+        recovered = [baseline.visit(stream) for stream in streams]
         self.seconds[name] += time.thread_time() - started
-        return served
+        return recovered
 
     def index_size(self) -> tuple[int, int]:
         """Tokens stored and bytes of the hints that lead to them."""
@@ -129,9 +133,22 @@ class Scope:
         return int(tree.fill.sum()), HINT_BYTES * hints
 
 
+class Visit(NamedTuple):
+    """A request, tokenised."""
+
+    request: Request
+    pieces: list[Piece]
+    lengths: list[int]  # of the pieces, in tokens
+    stream: Stream
+
+
 @dataclass
 class Survey:
-    """Accumulates over requests; ``rows`` has one record a request."""
+    """Accumulates over requests; ``rows`` has one record a request, once its trace is closed.
+
+    Requests are taken in batches, each method passing over a batch by itself: reading a thread's clock can take longer
+    than planning a prompt.
+    """
 
     encoder: Encoder
     settings: SurveySettings
@@ -145,82 +162,108 @@ class Survey:
     def __post_init__(self):
         self.shapes = shapes()
         self.savings = {shape.name: Savings() for shape in self.shapes}
-        self.trace: str | None = None
+        self.batch: list[Visit] = []
+        self.batch_tokens = 0
         self.within = self.across = None
         if self.settings.across:
             self.across = Scope(
                 self.settings, self.settings.pages or 2**17, self.across_seconds, methods=(), text=False
             )
 
-    def visit(self, request: Request) -> dict[str, Any]:
-        """Takes one request; requests of a trace must come together. Returns its record."""
-        if request.trace != self.trace:
+    def visit(self, request: Request) -> None:
+        """Takes one request; requests of a trace must come together."""
+        if self.batch and request.trace != self.batch[-1].request.trace:
             self.close()
-            self.trace = request.trace
-            self.within = Scope(
-                self.settings,
-                self.settings.pages or 2**14,
-                self.seconds,
-                methods=self.settings.methods,
-                text=self.settings.explain_seams,
-            )
-        scope = self.within
-        assert scope is not None
+        elif self.batch_tokens > BATCH_TOKENS:
+            self._take_batch()
         pieces = list(render(request))
         parts = [self.encoder.piece(piece.text) for piece in pieces]
-        prompt, response = np.concatenate(parts), self.encoder.response(request)
         lengths = [len(part) for part in parts]
-        stream = Stream(np.concatenate([prompt, response]), len(prompt), np.cumsum(lengths).tolist())
-        row: dict[str, Any] = {"trace": request.trace, "turn": request.turn, "tokens": len(prompt)}
-
-        bins = scope.serve(scope.engine, "irminsul", stream)
-        prefix = scope.timed("prefix", scope.radix, stream)
-        answer = request.response + "\n" if request.response else ""
-        reachable, short, characters = scope.seen.visit(prompt, response, pieces, answer)
-        reasons = refine(bins, reachable, short, characters, pieces, self.encoder)
-        served = (bins == EXACT) | (bins == SHIFTED)
-        row |= _shares(served, prefix, reachable)
-        counts = np.bincount(reasons, minlength=len(REASONS))
-        row["reasons"] = {name: int(count) for name, count in zip(REASONS, counts, strict=True)}
-        row["methods"] = {"prefix": int(prefix.sum()), **self._other_methods(scope, stream, prefix)}
-        self._by_role([piece.role for piece in pieces], lengths, reasons)
-        for shape in self.shapes:
-            self.savings[shape.name].add(shape, served)
-        started = time.thread_time()
-        chunking.boundaries(prompt, CHUNKING)
-        self.seconds["chunker"] += time.thread_time() - started
-        if self.across is not None:
-            row |= {f"across_{name}": value for name, value in self._visit_across(stream).items()}
-        self.rows.append(row)
-        return row
+        tokens = np.concatenate([*parts, self.encoder.response(request)])
+        stream = Stream(tokens, sum(lengths), np.cumsum(lengths).tolist())
+        self.batch.append(Visit(request, pieces, lengths, stream))
+        self.batch_tokens += len(tokens)
 
     def close(self) -> None:
         """Ends the current trace."""
+        if self.batch:
+            self._take_batch()
         if self.within is None:
             return
         tokens, size = self.within.index_size()
         self.stored.update(tokens=tokens, bytes=size)
         marked = self.within.simulated.get("cdc_windows_markers")
         self.marker_tokens += marked.added if isinstance(marked, MarkedChunks) else 0
-        self.within = self.trace = None
+        self.within = None
 
-    def _visit_across(self, stream: Stream) -> dict[str, int]:
-        scope = self.across
-        assert scope is not None
+    def _take_batch(self) -> None:
+        batch, self.batch, self.batch_tokens = self.batch, [], 0
+        if self.within is None:
+            settings = self.settings
+            self.within = Scope(
+                settings, settings.pages or 2**14, self.seconds, methods=settings.methods, text=settings.explain_seams
+            )
+        scope, streams = self.within, [visit.stream for visit in batch]
+        bins = scope.plan(scope.engine, "irminsul", streams)
+        prefixes = scope.simulate("prefix", scope.radix, streams)
+        others = self._other_methods(scope, streams, prefixes)
+        self._time_chunker(streams)
+        rows = [self._explain(scope, *each) for each in zip(batch, bins, prefixes, strict=True)]
+        for index, row in enumerate(rows):
+            row["methods"] = {name: int(masks[index].sum()) for name, masks in {"prefix": prefixes, **others}.items()}
+        if self.across is not None:
+            for row, shares in zip(rows, self._across(self.across, streams), strict=True):
+                row |= {f"across_{name}": value for name, value in shares.items()}
+        self.rows += rows
+
+    def _explain(self, scope: Scope, visit: Visit, bins: np.ndarray, prefix: np.ndarray) -> dict[str, Any]:
+        """The record of one request but for the other methods."""
+        request, pieces, lengths, stream = visit
         prompt, response = stream.tokens[: stream.length], stream.tokens[stream.length :]
-        bins = scope.serve(scope.engine, "irminsul", stream)
+        answer = request.response + "\n" if request.response else ""
+        reachable, short, characters = scope.seen.visit(prompt, response, pieces, answer)
+        reasons = refine(bins, reachable, short, characters, pieces, self.encoder)
         served = (bins == EXACT) | (bins == SHIFTED)
-        return _shares(served, scope.radix.visit(stream), scope.seen.windows.visit(prompt, response))
+        self._by_role([piece.role for piece in pieces], lengths, reasons)
+        for shape in self.shapes:
+            self.savings[shape.name].add(shape, served)
+        counts = np.bincount(reasons, minlength=len(REASONS))
+        return {
+            "trace": request.trace,
+            "turn": request.turn,
+            "tokens": stream.length,
+            **_shares(served, prefix, reachable),
+            "reasons": {name: int(count) for name, count in zip(REASONS, counts, strict=True)},
+        }
 
-    def _other_methods(self, scope: Scope, stream: Stream, prefix: Bool[np.ndarray, " T"]) -> dict[str, int]:
+    def _other_methods(
+        self, scope: Scope, streams: list[Stream], prefixes: list[np.ndarray]
+    ) -> dict[str, list[np.ndarray]]:
         recovered = {}
         for name, baseline in scope.simulated.items():
-            found = scope.timed(name, baseline, stream)
-            recovered[name] = int((found if name in PREFIX_ONLY else found | prefix).sum())
+            masks = scope.simulate(name, baseline, streams)
+            if name not in PREFIX_ONLY:
+                masks = [mask | prefix for mask, prefix in zip(masks, prefixes, strict=True)]
+            recovered[name] = masks
         if scope.extended is not None:
-            bins = scope.serve(scope.extended, "chunks_extended", stream)
-            recovered["chunks_extended"] = int(((bins == EXACT) | (bins == SHIFTED)).sum())
+            planned = scope.plan(scope.extended, "chunks_extended", streams)
+            recovered["chunks_extended"] = [(bins == EXACT) | (bins == SHIFTED) for bins in planned]
         return recovered
+
+    def _time_chunker(self, streams: list[Stream]) -> None:
+        prompts = [stream.tokens[: stream.length] for stream in streams]
+        started = time.thread_time()
+        for prompt in prompts:
+            chunking.boundaries(prompt, CHUNKING)
+        self.seconds["chunker"] += time.thread_time() - started
+
+    def _across(self, scope: Scope, streams: list[Stream]) -> list[dict[str, int]]:
+        shares = []
+        for stream, bins in zip(streams, scope.plan(scope.engine, "irminsul", streams), strict=True):
+            reachable = scope.seen.windows.visit(stream.tokens[: stream.length], stream.tokens[stream.length :])
+            served = (bins == EXACT) | (bins == SHIFTED)
+            shares.append(_shares(served, scope.radix.visit(stream), reachable))
+        return shares
 
     def _by_role(self, roles: list[str], lengths: list[int], reasons: np.ndarray) -> None:
         names = sorted(set(roles))
