@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from models import families
 from models.families import Family, Model, Tensor
+from models.row_int8 import with_row_scales
 from models.safetensors_reader import CheckpointError, Stored, read_folder
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
@@ -51,7 +52,8 @@ def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
     fields = json.loads((folder / "config.json").read_text())
     family, config = families.read_config(fields)
     block = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    return families.model(family, config, read_parameters(family, config, read_folder(folder, tuple(block)), dtype))
+    tensors = with_row_scales(read_folder(folder, tuple(block)))
+    return families.model(family, config, read_parameters(family, config, tensors, dtype))
 
 
 def read_parameters(family: Family, config: Any, stored: Mapping[str, Stored], dtype: Any) -> Any:

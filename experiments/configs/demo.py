@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
         policy="full,prefix,naive,irminsul",
         plan_only="prefix",  # it misses nearly everything here, so computing it would only repeat full prefill
         model="irminsul-mini-mla",
+        mode="deterministic",  # one block size for every policy, so that a ratio of times is a ratio of work
         pages=320,
         live_table=True,
         resume=False,

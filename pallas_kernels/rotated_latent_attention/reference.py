@@ -123,7 +123,7 @@ class Entries(NamedTuple):
     """
 
     page: Int[Array, " S"]
-    delta: Int[Array, "S *rows"]
+    delta: Int[Array, " S *rows"]
     position: Int[Array, "S G"]
 
 
