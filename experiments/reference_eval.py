@@ -153,8 +153,7 @@ def run(config: ConfigDict, out: Path) -> dict[str, Any]:
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise InputError(str(error)) from error
     return {
-        "title": "Planted tasks by full prefill: "
-        + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()),
+        "title": f"Planted tasks by full prefill at {max(lengths)} tokens: {_worst(figures)}",
         "summary": figures,
         "rows": rows,
         "tables": [_table(rows)],
