@@ -107,6 +107,51 @@ def read_content(
     )
 
 
+def extend_content(
+    content: PromptContent,
+    generated: Int32[np.ndarray, " U"],
+    config: chunking.ChunkingConfig,
+    key: bytes,
+    hash_function: fingerprint.HashFunction = xxhash.xxh64_intdigest,
+) -> PromptContent:
+    """``read_content`` of a prompt and the tokens behind it, at the cost of the tokens behind its last whole chunk.
+
+    What stands up to there does not depend on what follows; the rolling hash behind it sees no further back than
+    ``GEAR_WINDOW`` tokens.
+    """
+    tokens = np.concatenate([content.tokens, generated])
+    kept = len(content.chunk_ends) - 1
+    begin = int(content.chunk_ends[kept - 1]) if kept else 0
+    back = begin - chunking.GEAR_WINDOW
+    if back < 0:
+        return read_content(tokens, config, key, hash_function)
+    forced = np.array([chunking.GEAR_WINDOW])  # the cut at ``begin``
+    chunk_ends, segment_ends, anchor_ends = (
+        ends[ends > chunking.GEAR_WINDOW] + back for ends in chunking.boundaries(tokens[back:], config, forced)
+    )
+    seed = fingerprint.key_seed(key, hash_function)
+
+    def fingerprints(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        return fingerprint.range_fingerprints(seed, tokens, begins, ends, hash_function)
+
+    chunks = fingerprints(np.concatenate([[begin], chunk_ends[:-1]]), chunk_ends)
+    chain = fingerprint.chain_fingerprints(int(content.chain_fingerprints[kept - 1]), chunks, hash_function)
+    anchors = int(np.searchsorted(content.anchor_ends, begin, side="right"))
+    segments = int(np.searchsorted(content.segment_ends, begin, side="right"))
+    return PromptContent(
+        tokens=tokens,
+        chunk_ends=np.concatenate([content.chunk_ends[:kept], chunk_ends]),
+        segment_ends=np.concatenate([content.segment_ends[:segments], segment_ends]),
+        chunk_fingerprints=np.concatenate([content.chunk_fingerprints[:kept], chunks]),
+        chain_fingerprints=np.concatenate([content.chain_fingerprints[:kept], chain]),
+        root_fingerprint=content.root_fingerprint,
+        anchor_ends=np.concatenate([content.anchor_ends[:anchors], anchor_ends]),
+        anchor_fingerprints=np.concatenate(
+            [content.anchor_fingerprints[:anchors], fingerprints(anchor_ends - config.anchor_window, anchor_ends)]
+        ),
+    )
+
+
 def plan_prompt(
     tree: PageTree,
     hints: Registry,

@@ -23,7 +23,7 @@ from irminsul.blocks import Block, CostModel, Mode, blocks_for, choose_block, co
 from irminsul.cache import CacheConfig, ContentCache, cache_format, open_namespace
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use
 from irminsul.placement import FreshPage, Placement, assign, place
-from irminsul.plan import PromptContent, ReusePlan, plan_prompt, read_content
+from irminsul.plan import PromptContent, ReusePlan, extend_content, plan_prompt, read_content
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import LatentPool, copy_pages
 from irminsul.view import PagedView
@@ -175,8 +175,7 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
         return cache
     content: PromptContent = request.plan.content
     if generated is not None and len(generated):
-        whole = np.concatenate([content.tokens, np.asarray(generated, np.int32)])
-        content = read_content(whole, cache.config.chunking, request.key)
+        content = extend_content(content, np.asarray(generated, np.int32), cache.config.chunking, request.key)
     tree.last_used[request.pages] = cache.clock
     finish(cache, request.plan, content, request.fresh, request.pages, bitwise=request.policy.bitwise)
     return cache

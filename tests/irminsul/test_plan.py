@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from irminsul.cache import CacheConfig, new_cache
+from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.fingerprint import key_bytes
 from irminsul.page_tree import NONE, ORPHAN, ROOT
-from irminsul.plan import EXACT, LAST, SHIFTED, plan_prompt, read_content
+from irminsul.plan import EXACT, LAST, SHIFTED, extend_content, plan_prompt, read_content
 from irminsul.policies import POLICIES, get_policy
 from irminsul.prefill import complete, prefill, request_key
 from models import families
@@ -201,12 +202,37 @@ def test_law_9_under_memory_pressure(turns, spare):
 def test_law_9_with_a_constant_hash(turns):
     """Every fingerprint is 7: whatever the hints say, no row is served for a token or a tenant it does not hold."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("irminsul.prefill.read_content", constant_hash_content)
+        use_constant_hash(patch)
         run(Oracle(CacheConfig(97, 13, LIMIT, 31, chunking=SMALL_CHUNKS)), turns)
 
 
 def constant_hash_content(tokens, config, key):
     return read_content(tokens, config, key, lambda data, seed: 7)
+
+
+def use_constant_hash(patch):
+    def extend(content, generated, config, key):
+        return extend_content(content, generated, config, key, lambda data, seed: 7)
+
+    patch.setattr("irminsul.prefill.read_content", constant_hash_content)
+    patch.setattr("irminsul.prefill.extend_content", extend)
+
+
+@MANY
+@given(
+    seed=st.integers(0, 2**32),
+    split=st.integers(1, 2999),
+    chunks=st.sampled_from([SMALL_CHUNKS, ChunkingConfig(), ChunkingConfig(8, 16, 40, 128, 16, 4)]),
+)
+def test_a_response_extends_what_was_read_of_the_prompt(seed, split, chunks):
+    """As if prompt and response had been read as one; on periodic text, where only the clamps cut, too."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, 9973, 3000).astype(np.int32)
+    tokens[1000:1900] = np.resize(tokens[:7], 900)
+    extended = extend_content(read_content(tokens[:split], chunks, b"key"), tokens[split:], chunks, b"key")
+    whole = read_content(tokens, chunks, b"key")
+    for field in dataclasses.fields(whole):
+        np.testing.assert_array_equal(getattr(extended, field.name), getattr(whole, field.name), field.name)
 
 
 # Law 11: who may share rows.
@@ -231,7 +257,7 @@ OTHER_FIELDS = {
 def test_law_11_others_never_hit(config, monkeypatch, other, constant_hash):
     """The same tree asked under a key that differs in one field. A constant hash makes every key find every hint."""
     if constant_hash:
-        monkeypatch.setattr("irminsul.prefill.read_content", constant_hash_content)
+        use_constant_hash(monkeypatch)
     read = constant_hash_content if constant_hash else read_content
     tokens = random_tokens(0, 300)
     shifted = np.concatenate([random_tokens(1, 41), tokens])
