@@ -21,7 +21,9 @@ LABELS = {
     "anchors, extended (irminsul)": "irminsul",
 }
 REASON_COLOURS = {
-    **{name: COLOURS[name] for name in ("exact", "shifted", "new")},
+    "exact": COLOURS["exact"],
+    "prefix": "#3f7fc0",
+    **{name: COLOURS[name] for name in ("shifted", "new")},
     "seam": "#c9a227",
     **{name: COLOURS[name] for name in ("short", "refused", "evicted", "sink", "last")},
     "missed": "#d62780",

@@ -6,6 +6,9 @@ short     inside a 16-token window seen before: equal tokens, but a run shorter 
 seam      its text was seen before (a window of 64 characters), as other tokens: an edit beside it, or another
           neighbour, made the tokenizer cut elsewhere
 new       the rest: seen for the first time
+
+Served tokens are told apart, too: of what the planner calls shifted, ``prefix`` is the part that an exact-prefix cache
+would have served (it stands where it stood, behind the same tokens, but behind rows that decoding wrote).
 """
 
 from collections.abc import Sequence
@@ -15,10 +18,10 @@ from jaxtyping import Bool, Int8, Int32
 
 from experiments.traffic.tokenization import Encoder, Piece
 from experiments.upper_bound import SeenWindows
-from irminsul.plan import BINS, NEW, SHORT
+from irminsul.plan import BINS, NEW, SHIFTED, SHORT
 
-REASONS = (*BINS, "missed", "seam")
-MISSED, SEAM = len(BINS), len(BINS) + 1
+REASONS = (*BINS, "missed", "seam", "prefix")
+MISSED, SEAM, PREFIX = range(len(BINS), len(REASONS))
 SHORT_WINDOW = 16
 TEXT_WINDOW = 64
 
@@ -50,14 +53,16 @@ def _codes(text: str) -> Int32[np.ndarray, " X"]:
 
 def refine(
     bins: Int8[np.ndarray, " T"],
+    prefix: Bool[np.ndarray, " T"],
     reachable: Bool[np.ndarray, " T"],
     short: Bool[np.ndarray, " T"],
     characters: Bool[np.ndarray, " X"] | None,
     pieces: Sequence[Piece],
     encoder: Encoder,
 ) -> Int8[np.ndarray, " T"]:
-    """Index into ``REASONS`` of each token, from the planner's bins."""
+    """Index into ``REASONS`` of each token, from the planner's bins and what an exact-prefix cache would serve."""
     reasons = bins.copy()
+    reasons[(bins == SHIFTED) & prefix] = PREFIX
     unexplained = (bins == NEW) & ~reachable
     reasons[(bins == NEW) & reachable] = MISSED
     reasons[unexplained & short] = SHORT

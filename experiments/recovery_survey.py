@@ -222,7 +222,7 @@ class Survey:
         prompt, response = stream.tokens[: stream.length], stream.tokens[stream.length :]
         answer = request.response + "\n" if request.response else ""
         reachable, short, characters = scope.seen.visit(prompt, response, pieces, answer)
-        reasons = refine(bins, reachable, short, characters, pieces, self.encoder)
+        reasons = refine(bins, prefix, reachable, short, characters, pieces, self.encoder)
         served = (bins == EXACT) | (bins == SHIFTED)
         self._by_role([piece.role for piece in pieces], lengths, reasons)
         for shape in self.shapes:
@@ -292,7 +292,7 @@ def summarise(survey: Survey) -> dict[str, float]:
     summary["chunker_tokens_per_second"] = tokens / survey.seconds["chunker"]
     for reason in (*BINS, *REASONS[len(BINS) :]):
         share = sum(row["reasons"][reason] for row in rows) / tokens
-        if share and reason not in ("exact", "shifted"):
+        if share and reason not in ("exact", "shifted", "prefix"):
             summary[f"computed_{reason}_fraction"] = share
     summary["exact_fraction"] = sum(row["reasons"]["exact"] for row in rows) / tokens
     for name in METHODS[1:-1]:

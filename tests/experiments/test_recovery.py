@@ -72,7 +72,9 @@ def test_the_planners_line_is_the_engines_own(survey, encoder, session):
     for request, row in zip(session, survey.rows, strict=False):
         bins = engine.serve(encoder.prompt(request), continuation=encoder.response(request)).bins
         assert row["prefix"] + row["shifted"] == bins["exact"] + bins["shifted"]
-        assert all(row["reasons"][name] == bins[name] for name in ("exact", "shifted", "sink", "last"))
+        assert all(row["reasons"][name] == bins[name] for name in ("exact", "sink", "last"))
+        assert row["reasons"]["prefix"] + row["reasons"]["shifted"] == bins["shifted"]
+        assert row["reasons"]["exact"] + row["reasons"]["prefix"] == row["prefix"]
         assert row["reasons"]["missed"] + row["reasons"]["seam"] + row["reasons"]["new"] <= bins["new"]
 
 
@@ -121,17 +123,21 @@ def test_seams_short_runs_and_misses_are_told_apart():
     letters = "".join(chr(97 + i % 26) + chr(65 + i // 26 % 26) for i in range(700))
     other = "".join(chr(48 + i * i % 10) + chr(97 + i * 7 % 26) + str(i) for i in range(100))
 
+    prefix = np.arange(1000) < 7
+
     def reasons(*texts, bins=NEW):
         pieces = [Piece("user", text) for text in texts]
         prompt = np.concatenate([encoder.piece(text) for text in texts])
         reach, short, characters = seen.visit(prompt, nothing, pieces, "")
-        found = refine(np.full(len(prompt), bins, np.int8), reach, short, characters, pieces, encoder)
+        found = refine(
+            np.full(len(prompt), bins, np.int8), prefix[: len(prompt)], reach, short, characters, pieces, encoder
+        )
         return [REASONS[reason] for reason in np.unique(found)], found
 
     seen = Seen()
     assert reasons(letters)[0] == ["new"]
     assert reasons(letters)[0] == ["missed"]
-    assert reasons(letters, bins=SHIFTED)[0] == ["shifted"]
+    assert reasons(letters, bins=SHIFTED)[0] == ["shifted", "prefix"]
     _, found = reasons("?" + letters[:900])  # one character ahead: every token is another one
     assert (found == SEAM).mean() > 0.98
     assert found[0] == NEW
