@@ -100,7 +100,7 @@ def run(config: ConfigDict, out: Path, subjects: Sequence[Subject] | None = None
         "title": _title(rows),
         "summary": summary,
         "rows": rows,
-        "notes": notes,
+        "notes": [*notes, *_reading(rows)],
         "tables": [_paper_table(rows), _varied_table(rows)],
         "figures": figures,
     }
@@ -350,6 +350,31 @@ def _title(rows: Sequence[dict[str, Any]]) -> str:
     told = [f"{text} {found[name]:.2f}" for name, text in words.items() if name in found]
     told = told or [f"{name} {value:.2f}" for name, value in found.items()]
     return "AUC of telling the same content from other content: " + ", ".join(told)
+
+
+def _reading(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Why figures differ from the paper's, as far as what was varied shows it."""
+    found = {
+        (row["varied"], row["value"], row["quantity"]): row["auc"]
+        for row in rows[::-1]
+        if row["varied"] in ("negative's position", "negatives") and row["quantity"] in ("k_r", "c_kv")
+    }
+    if not any(quantity == "k_r" for _, _, quantity in found):
+        return []
+    told = {
+        varied: ", ".join(
+            f"{value} {auc:.2f}"
+            for (which, value, name), auc in reversed(found.items())
+            if (which, name) == (varied, quantity)
+        )
+        for varied, quantity in (("negative's position", "k_r"), ("negatives", "c_kv"))
+    }
+    return [
+        "Keys as stored fall below chance where a negative pair may share its position: there the angle agrees and the "
+        f"content need not. AUC of k_r by where a negative's second side stands: {told["negative's position"]}.",
+        "How near c_kv comes to 1 depends on what a negative is. AUC of c_kv by negatives: "
+        f"{told['negatives']}. The paper's models are far larger; what size does, models of one size cannot show.",
+    ]
 
 
 def _with_interval(row: dict[str, Any]) -> str:
