@@ -29,8 +29,8 @@ class Block:
 class CostModel:
     """Work of one block in multiply-adds: ``tokens * (fixed + rows * per_pair) + rows * per_row``.
 
-    ``fixed`` is the model without attention; the others are indexed by form. Counting suffices where both forms spend
-    their time in matrix products (``pallas_kernels/rotated_latent_attention/attention_cost.py`` has figures).
+    ``fixed`` is the model without attention; the others are indexed by form. Counted are the products, and what passes
+    over scores and rows cost beside them (``SCORE_WORK``, ``ROW_WORK``).
     """
 
     fixed: float
@@ -46,6 +46,13 @@ class CostModel:
         work = block.tokens * (self.fixed + rows * self.per_pair[block.form]) + rows * self.per_row[block.form]
         return work / tokens.astype(jnp.float32)
 
+
+# Multiply-adds that one score (mask, exponential, rescaling) and one value of a gathered row cost in time. Fitted on
+# two Xeon cores, float32, to the times in ``pallas_kernels/rotated_latent_attention/attention_cost.py``: a block over
+# 4096 rows takes as long as 8 queries longer in the absorbed form, and a query of the expanded form 0.31 of an
+# absorbed one.
+SCORE_WORK = 200.0
+ROW_WORK = 140.0
 
 DETERMINISTIC_BLOCKS = (Block(64, "absorbed"),)
 LATENT_BLOCKS = (Block(16, "absorbed"), Block(64, "absorbed"), Block(256, "expanded"), Block(1024, "expanded"))
@@ -70,18 +77,19 @@ def cost_model(model: Any) -> CostModel:
     config, rows = model.config, model.row_format
     fixed = float(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
     fixed -= model.vocab_size * config.hidden_size  # the embedding is a lookup and the head runs once
-    if rows.kind == "grouped":
-        pair = 2.0 * rows.num_layers * config.num_attention_heads * rows.latent_width // rows.rope_heads
-        return CostModel(fixed, {"absorbed": pair}, {"absorbed": 0.0})
     heads = rows.num_layers * config.num_attention_heads
+    gather = rows.num_layers * (rows.latent_width + rows.rope_width) * ROW_WORK
+    if rows.kind == "grouped":
+        width = rows.rope_width // rows.rope_heads
+        return CostModel(fixed, {"absorbed": heads * (2 * width + SCORE_WORK)}, {"absorbed": gather})
     up = config.qk_nope_head_dim + config.v_head_dim
     return CostModel(
         fixed,
         per_pair={
-            "absorbed": heads * (2.0 * rows.latent_width + rows.rope_width),
-            "expanded": heads * (up + float(rows.rope_width)),
+            "absorbed": heads * (2 * rows.latent_width + rows.rope_width + SCORE_WORK),
+            "expanded": heads * (up + rows.rope_width + SCORE_WORK),
         },
-        per_row={"absorbed": 0.0, "expanded": heads * float(up * rows.latent_width)},
+        per_row={"absorbed": gather, "expanded": gather + heads * float(up * rows.latent_width)},
     )
 
 

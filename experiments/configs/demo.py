@@ -6,12 +6,12 @@ from experiments.configs import replay
 
 
 def get_config() -> ConfigDict:
-    """The replay of one generated session of eight turns."""
+    """The replay of one generated session of six turns."""
     config = replay.get_config()
     config.update(
         study="demo",
         scenario="agent_meta",
-        turns=8,
+        turns=6,
         prompt_tokens=4000,  # the last turn and its response fit into a context of 4096
         policy="full,prefix,naive,irminsul",
         plan_only="prefix",  # it misses nearly everything here, so computing it would only repeat full prefill
