@@ -125,8 +125,7 @@ def draw_cases(config: ConfigDict, found: Subject, texts: Sequence[str]) -> list
             short.append(tokens[: config.header_tokens])
     if len(long) < count or len(short) < 2 * count:
         raise InputError(f"text holds too few documents of {whole} tokens for requests={count}; name more text")
-    bos = found.model.config.bos_token_id
-    begin = np.array([] if bos is None else [bos], np.int32)
+    begin = np.array([] if found.bos is None else [found.bos], np.int32)
     needed = len(begin) + config.header_tokens + whole
     if needed > found.model.max_position:
         raise InputError(

@@ -22,12 +22,16 @@ SMOLLM2 = smollm2.NAME
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, by the name reports give it, with its tokenizer. ``trained`` is False for random weights."""
+    """A model, by the name reports give it, with its tokenizer.
+
+    ``trained`` is False for random weights; ``bos`` is the token its texts begin with, if they do.
+    """
 
     name: str
     model: Model
     encode: Callable[[str], np.ndarray]
     trained: bool
+    bos: int | None = None
 
     @property
     def note(self) -> str:
@@ -68,7 +72,10 @@ def subject(name: str, dtype: str = "float32", seed: int = 0) -> Subject:
             f"models={name}: its {model.vocab_size} ids are fewer than the tokenizer's {tokenizer.vocab_size}; "
             "put the model's own tokenizer.json into its folder"
         )
-    return Subject(path.name, model, tokenizer.encode, trained)
+    bos = model.config.bos_token_id
+    if bos is None and "bos_token" in tokenizer.special_tokens:
+        bos = tokenizer.backend.token_to_id(tokenizer.special_tokens["bos_token"])
+    return Subject(path.name, model, tokenizer.encode, trained, bos)
 
 
 def _tokenizer(name: str, folder: Path) -> models.Tokenizer:

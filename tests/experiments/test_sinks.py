@@ -24,14 +24,13 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 10,
     "max_position_embeddings": 509,
-    "bos_token_id": 256,
 }
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Subject:
     encode = lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.int32)  # noqa: E731
-    return Subject("tiny", families.random_model(TINY, seed=1), encode, trained=False)
+    return Subject("tiny", families.random_model(TINY, seed=1), encode, trained=False, bos=256)
 
 
 def small_config(**changes) -> ConfigDict:
