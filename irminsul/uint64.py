@@ -40,15 +40,18 @@ def to_numpy(value: UInt64) -> UInt64Array[np.ndarray, "..."]:
 
 
 def add(a: UInt64, b: UInt64) -> UInt64:
+    """The sum modulo 2**64."""
     low = a.low + b.low
     return UInt64(a.high + b.high + (low < a.low).astype(jnp.uint32), low)
 
 
 def xor(a: UInt64, b: UInt64) -> UInt64:
+    """Bit by bit exclusive or."""
     return UInt64(a.high ^ b.high, a.low ^ b.low)
 
 
 def multiply(a: UInt64, b: UInt64) -> UInt64:
+    """The product modulo 2**64."""
     # The upper half of low * low is built from 16-bit halves; no partial sum exceeds 32 bits.
     a0, a1 = a.low & 0xFFFF, a.low >> 16
     b0, b1 = b.low & 0xFFFF, b.low >> 16
@@ -83,4 +86,5 @@ def rotate_left(a: UInt64, count: int) -> UInt64:
 
 
 def where(condition: Array, a: UInt64, b: UInt64) -> UInt64:
+    """`a` where the condition holds, else `b`."""
     return UInt64(jnp.where(condition, a.high, b.high), jnp.where(condition, a.low, b.low))

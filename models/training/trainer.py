@@ -125,6 +125,7 @@ class Checkpoints:
         self.manager = ocp.CheckpointManager(folder.absolute(), options=options)
 
     def save(self, state: TrainState) -> None:
+        """Writes a state under its step, and drops the oldest beyond two."""
         self.manager.save(int(state.step), args=ocp.args.StandardSave(state))
 
     def restore(self, like: TrainState) -> TrainState | None:
@@ -135,6 +136,7 @@ class Checkpoints:
         return self.manager.restore(self.manager.latest_step(), args=ocp.args.StandardRestore(abstract))
 
     def close(self) -> None:
+        """Waits for what is being written."""
         self.manager.close()
 
 
