@@ -1,5 +1,6 @@
 """Plots of a replay: where every prompt token came from, how long the first token took, what it cost in fidelity."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,9 @@ def by_turn(rows: Sequence[dict[str, Any]], policy: str, value) -> tuple[np.ndar
     return turns, np.array([np.mean(groups[turn]) for turn in turns])
 
 
+TITLE_WIDTH = 80  # characters that a figure of README width holds
+
+
 def plot_bins(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: str, path: Path) -> None:
     """Stacked bars: prompt tokens by bin at each turn, one panel a policy that reuses; the upper bound as a mark."""
     policies = [policy for policy in policies if policy != "full"] or policies
@@ -71,7 +75,7 @@ def plot_bins(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: st
         handles, labels = handles[1:] + handles[:1], labels[1:] + labels[:1]  # bars first, the line's mark last
         columns = len(labels) if len(labels) <= 6 and len(policies) > 2 else -(-len(labels) // 2)
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
-        figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
 
@@ -97,7 +101,7 @@ def plot_latency(rows: Sequence[dict[str, Any]], policies: Sequence[str], title:
             right.legend(frameon=False, fontsize=8)
         else:
             right.text(0.5, 0.5, "all below 1e-9", ha="center", transform=right.transAxes)
-        figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
 

@@ -101,7 +101,9 @@ def policy_table(rows: list[dict[str, Any]], policies: tuple[str, ...]) -> str:
             reasons,
         ]
         cells.append(f"{statistics.median(row['timings']['plan_ms'] for row in group):.2f}")
-        if "kl" in group[0]:
+        if any("kl" in row for row in rows) and "kl" not in group[0]:
+            cells += ["not computed"] * 3
+        elif "kl" in group[0]:
             cells.append(f"{statistics.median(row['timings']['ttft_ms'] for row in group):.1f}")
             cells.append(f"{statistics.fmean(row['kl'] for row in group):.3g}")
             cells.append(f"{statistics.fmean(row['agreement'] for row in group):.1%}")

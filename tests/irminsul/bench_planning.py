@@ -1,4 +1,4 @@
-"""How fast a prompt is cut and fingerprinted on one core, beside FastCDC in plain Python and a radix tree.
+"""How fast a prompt is cut, fingerprinted and planned on one core, beside FastCDC in plain Python and a radix tree.
 
     python -m tests.irminsul.bench_planning [--tokens=100000] [--chunks=10000] [--json=FILE]
 
@@ -16,12 +16,18 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags
 
+from irminsul.cache import CacheConfig, ContentCache
 from irminsul.chunking import Boundaries, ChunkingConfig, boundaries, rolling_hashes
+from irminsul.engine import Engine
 from irminsul.fingerprint import chain_fingerprints, key_bytes, key_seed, range_fingerprints
+from irminsul.plan import plan_prompt, read_content
+from irminsul.policies import get_policy
+from irminsul.prefill import request_key
 from tests.baselines.fastcdc import fastcdc_ends, gear_table
 from tests.baselines.radix_tree import RadixTree
 
 _VOCABULARY = 129_280
+HEADER_TOKENS = 200
 
 _TOKENS = flags.DEFINE_integer("tokens", 100_000, "Tokens of the prompt.", lower_bound=1000)
 _CHUNKS = flags.DEFINE_integer(
@@ -55,6 +61,36 @@ def stored_radix_tree(prompt: np.ndarray, found: Boundaries, nodes: int, generat
     return tree
 
 
+def stored_cache(prompt: np.ndarray, chunks: int, generator: np.random.Generator) -> ContentCache:
+    """A cache that plans only and holds about `chunks` chunks, those of `prompt` among them."""
+    others = max(1, chunks * ChunkingConfig().mean_tokens // prompt.size) - 1
+    pages = (others + 2) * (prompt.size // 64 + prompt.size // 512)
+    engine = Engine.create(None, CacheConfig(num_pages=pages, max_prompt_tokens=prompt.size + HEADER_TOKENS))
+    engine.serve(prompt)
+    for _ in range(others):
+        engine.serve(generator.integers(0, _VOCABULARY, prompt.size, np.int32))
+    return engine.cache
+
+
+def planner(cache: ContentCache, prompt: np.ndarray, reused: float) -> Callable[[], object]:
+    """Cuts, fingerprints, looks up and verifies `prompt` as `prefill` does, once with the share reused checked."""
+    key = request_key(cache, None, "default", "")
+    owner = cache.namespaces.index(key)
+    config = cache.config.chunking
+
+    def plan():
+        content = read_content(prompt, config, key)
+        return plan_prompt(
+            cache.tree, cache.registry, content, owner, get_policy("irminsul"), config.anchor_window,
+            cache.config.planned_entries,
+        )  # fmt: skip
+
+    bins = plan().bins
+    if abs((bins["exact"] + bins["shifted"]) / prompt.size - reused) > 0.01:
+        raise AssertionError(f"the plan reuses {bins}, not a share of {reused}")
+    return plan
+
+
 def measure(tokens: int, chunks: int, repeats: int) -> dict[str, float]:
     """Seconds by step, for one prompt of random tokens."""
     generator = np.random.default_rng(0)
@@ -75,6 +111,12 @@ def measure(tokens: int, chunks: int, repeats: int) -> dict[str, float]:
     values = np.arange(tokens)
     if tree.match_prefix(prompt).size != tokens:
         raise AssertionError("the radix tree does not know the prompt it stored")
+    cache = stored_cache(prompt, chunks, generator)
+    fresh = generator.integers(0, _VOCABULARY, tokens, np.int32)
+    header = generator.integers(0, _VOCABULARY, HEADER_TOKENS, np.int32)
+    appended = np.concatenate([prompt[: tokens * 4 // 5], fresh[: tokens // 5]])
+    tenths = np.array_split(prompt, 10)
+    shuffled = np.concatenate([header, *(tenths[i] for i in (3, 0, 9, 6, 1, 8, 2, 7, 5, 4))])
     table, ids = gear_table(_VOCABULARY), prompt.tolist()
     steps: dict[str, Callable[[], object]] = {
         "rolling_hash": lambda: rolling_hashes(prompt, config),
@@ -83,6 +125,10 @@ def measure(tokens: int, chunks: int, repeats: int) -> dict[str, float]:
         "anchor_fingerprints": lambda: range_fingerprints(seed, prompt, anchors - config.anchor_window, anchors),
         "chain": lambda: chain_fingerprints(seed, fingerprints),
         "chunking_and_fingerprint": cut_and_fingerprint,
+        "plan_new": planner(cache, fresh, 0.0),
+        "plan_appended": planner(cache, appended, 0.8),
+        "plan_behind_new_header": planner(cache, np.concatenate([header, prompt]), 1.0),
+        "plan_shuffled_documents": planner(cache, shuffled, 1.0),
         "fastcdc_python": lambda: fastcdc_ends(ids, table),
         "radix_insert": lambda: RadixTree().insert(prompt, values),
         "radix_match": lambda: tree.match_prefix(prompt),
