@@ -15,23 +15,9 @@ from experiments.errors import InputError
 from models import families
 from models.kv_view import DenseView
 from models.rotary import frequencies
+from tests.irminsul.conftest import TINY_MLA
 from tests.tolerances import assert_close
 
-TINY = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 211,
-    "hidden_size": 17,
-    "intermediate_size": 29,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "qk_nope_head_dim": 7,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 5,
-    "kv_lora_rank": 11,
-    "first_k_dense_replace": 3,
-    "max_position_embeddings": 4093,
-    "tie_word_embeddings": True,
-}
 TINY_GROUPED = {
     "model_type": "llama",
     "vocab_size": 211,
@@ -113,7 +99,7 @@ def test_quantised_rows_keep_their_largest_value_and_scale():
     )
 
 
-@pytest.mark.parametrize("source", [TINY, TINY_GROUPED], ids=["latent", "grouped"])
+@pytest.mark.parametrize("source", [TINY_MLA, TINY_GROUPED], ids=["latent", "grouped"])
 def test_recorded_rows_are_those_of_the_model_wherever_its_blocks_are_run(source):
     model = families.random_model(source, seed=1)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 211, 61), jnp.int32)
