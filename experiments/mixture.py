@@ -37,8 +37,8 @@ class MixtureConfig:
 
     stages: tuple[Stage, ...]
     shares: tuple[tuple[str, float], ...] = (
-        *(("text", 0.24), ("needle", 0.04), ("many_needles", 0.16), ("two_hops", 0.22)),
-        *(("three_hops", 0.16), ("left_context", 0.12), ("copy", 0.06)),
+        *(("text", 0.23), ("needle", 0.04), ("many_needles", 0.15), ("two_hops", 0.25)),
+        *(("three_hops", 0.14), ("left_context", 0.13), ("copy", 0.06)),
     )
     answer_weight: int = 12
     copy_weight: int = 2

@@ -14,14 +14,14 @@ def get_config() -> ConfigDict:
             "heldout": "models/pretrained/irminsul-mini/heldout.jsonl.xz",
             "tokenizer": "models/pretrained/irminsul-mini/tokenizer.json",
             "work": "results/train_reference",  # the token stream and checkpoints
-            "stages": ((1800, 64, 1024), (900, 32, 4096)),  # steps, sequences, tokens: short contexts first
+            "stages": ((2400, 64, 1024), (2800, 32, 4096)),  # steps, sequences, tokens: short contexts first
             "shares": {
-                "text": 0.24,
+                "text": 0.23,
                 "needle": 0.04,
-                "many_needles": 0.16,
-                "two_hops": 0.22,
-                "three_hops": 0.16,
-                "left_context": 0.12,
+                "many_needles": 0.15,
+                "two_hops": 0.25,
+                "three_hops": 0.14,
+                "left_context": 0.13,
                 "copy": 0.06,
             },
             "answer_weight": 12,
