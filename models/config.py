@@ -8,6 +8,8 @@ from models.rotary import RopeParameters, rope_parameters
 
 # Published under a name of its own, laid out and computed as deepseek_v3.
 ALIASES = {"kimi_k2": "deepseek_v3", "joyai_llm_flash": "deepseek_v3"}
+# Grouped attention rewritten as MLA (``models/convert``).
+CONVERTED = "converted_mla"
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,10 @@ class MLAConfig:
 
     Layers below ``first_k_dense_replace`` have a plain SwiGLU, the others a mixture of ``n_routed_experts`` experts,
     of which a token passes ``num_experts_per_tok``, and ``n_shared_experts`` that every token passes.
+
+    A model converted from grouped attention (``converted_mla``, ``models/convert``) has no norm on its latent, may have
+    biases, and each layer turns frequencies of its own: row ``l`` of ``rope_indices`` chooses the ``R / 2`` frequencies
+    of layer ``l`` among the ``rope_base_dim / 2`` of the original's heads.
     """
 
     model_type: str
@@ -49,13 +55,22 @@ class MLAConfig:
     num_nextn_predict_layers: int = 0
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    attention_bias: bool = False
+    rope_indices: tuple[tuple[int, ...], ...] | None = None
+    rope_base_dim: int | None = None
 
     def __post_init__(self):
         self._check_sizes()
+        self._check_converted()
         if self.hidden_act != "silu":
             raise ValueError(f"hidden_act={self.hidden_act!r} is not supported; use a model with 'silu'")
         if self.dense_layers < self.num_hidden_layers:
             self._check_experts()
+
+    @property
+    def latent_norm(self) -> bool:
+        """Whether the latent is normalised before it is kept."""
+        return self.model_type != CONVERTED
 
     @property
     def dense_layers(self) -> int:
@@ -81,6 +96,31 @@ class MLAConfig:
             raise ValueError(f"qk_rope_head_dim={self.qk_rope_head_dim} must be even: rotation turns pairs")
         if self.first_k_dense_replace < 0:
             raise ValueError(f"first_k_dense_replace={self.first_k_dense_replace} must not be negative")
+
+    def _check_converted(self):
+        if self.model_type != CONVERTED:
+            if self.rope_indices is not None or self.attention_bias:
+                raise ValueError(
+                    f"rope_indices and attention_bias={self.attention_bias} belong to model_type={CONVERTED!r}, not to "
+                    f"{self.model_type!r}; correct the config"
+                )
+            return
+        if self.dense_layers < self.num_hidden_layers or self.q_lora_rank is not None:
+            raise ValueError(
+                f"model_type={CONVERTED!r} has no experts (first_k_dense_replace={self.first_k_dense_replace}) and no "
+                f"q_lora_rank={self.q_lora_rank}; correct the config"
+            )
+        shape = (self.num_hidden_layers, self.qk_rope_head_dim // 2)
+        found = self.rope_indices or ()
+        if not self.rope_base_dim or {(len(found), len(row)) for row in found} != {shape}:
+            raise ValueError(
+                f"rope_indices must choose qk_rope_head_dim / 2 = {shape[1]} of rope_base_dim={self.rope_base_dim} / 2 "
+                f"frequencies for each of {shape[0]} layers; convert the model again"
+            )
+        if not all(0 <= index < self.rope_base_dim // 2 for row in found for index in row):
+            raise ValueError(
+                f"rope_indices holds an index outside 0..{self.rope_base_dim // 2 - 1}; convert the model again"
+            )
 
     def _check_experts(self):
         for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"):
@@ -131,7 +171,10 @@ class MLAConfig:
           ValueError: for a field that is missing, unsupported or contradicts another.
         """
         model_type = ALIASES.get(config["model_type"], config["model_type"])
-        for name, plain in (("attention_bias", False), ("mlp_bias", False), ("moe_layer_freq", 1)):
+        refused = [("mlp_bias", False), ("moe_layer_freq", 1)]
+        if model_type != CONVERTED:
+            refused.append(("attention_bias", False))
+        for name, plain in refused:
             if config.get(name, plain) not in (plain, None):
                 raise ValueError(f"{name}={config[name]} is not supported; use a model with {name}={plain}")
         heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
@@ -151,6 +194,8 @@ class MLAConfig:
             values = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True} | values
         if isinstance(values.get("eos_token_id"), list):
             values["eos_token_id"] = tuple(values["eos_token_id"])
+        if "rope_indices" in values:
+            values["rope_indices"] = tuple(tuple(row) for row in values["rope_indices"])
         return cls(model_type=model_type, rope_parameters=rope_parameters(config), **values)
 
     def to_dict(self) -> dict[str, Any]:

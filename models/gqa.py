@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from models import layers
 from models.families import Family, Parameter, RowFormat, Tensor
-from models.published import linear, verbatim
+from models.published import head_bias, linear, verbatim
 from models.rotary import RopeParameters, attention_amplitude, layer_table, rope_parameters
 from models.rotary import table as table_of_rotations
 from pallas_kernels.rotary import RotaryTable, rotate
@@ -307,21 +307,13 @@ def _attention_tensors(config: GQAConfig, prefix: str, path: tuple[str, ...], la
     for name, published, heads in (("query", "q", query), ("key", "k", key), ("value", "v", key)):
         yield linear(f"{prefix}.{published}_proj.weight", (width,), heads, (*path, name), layer)
         if config.query_key_value_bias:
-            yield _head_bias(f"{prefix}.{published}_proj.bias", heads, (*path, f"{name}_bias"), layer)
+            yield head_bias(f"{prefix}.{published}_proj.bias", heads, (*path, f"{name}_bias"), layer)
         if config.head_norm and name != "value":
             norm = (*path, f"{name}_norm")
             yield verbatim(f"{prefix}.{published}_norm.weight", (config.head_dim,), norm, layer)
     yield linear(f"{prefix}.o_proj.weight", query, (width,), (*path, "out"), layer)
     if config.output_bias:
         yield verbatim(f"{prefix}.o_proj.bias", (width,), (*path, "out_bias"), layer)
-
-
-def _head_bias(name: str, heads: tuple[int, int], path: tuple[str, ...], layer: int) -> Tensor:
-    """A bias, published flat, kept by head."""
-    flat = (math.prod(heads),)
-    return Tensor(
-        name, flat, ((path, (layer,)),), lambda array: (array.reshape(heads),), lambda part: part.reshape(flat)
-    )
 
 
 def ignored(config: GQAConfig, name: str) -> bool:

@@ -1,4 +1,5 @@
-"""Multi-Head Latent Attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): DeepSeek-V2 and V3, Kimi-K2, Moonlight.
+"""Multi-Head Latent Attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): DeepSeek-V2 and V3, Kimi-K2, Moonlight, and
+models converted from grouped attention (``models/convert``).
 
 One token's row is the normalised latent ``c_kv [C]`` and a rotary key ``k_r [R]`` that all heads share. The forward
 never expands or stores them itself: it hands them to the KV view with ``W_UK`` and ``W_UV``, and the view attends.
@@ -13,23 +14,28 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from models import layers
-from models.config import ALIASES, MLAConfig
+from models.config import ALIASES, CONVERTED, MLAConfig
 from models.families import Family, Parameter, RowFormat, Tensor
 from models.moe import mixture
-from models.published import linear, split_linear, verbatim
-from models.rotary import attention_amplitude, layer_table, softmax_scale_factor
+from models.published import head_bias, linear, split_linear, verbatim
+from models.rotary import attention_amplitude, frequencies, layer_table, softmax_scale_factor
 from models.rotary import table as table_of_rotations
-from pallas_kernels.rotary import RotaryTable, rotate
+from pallas_kernels.rotary import RotaryTable, rotary_table, rotate
 
 # The norms inside attention keep this epsilon whatever ``rms_norm_eps`` says, as published.
 LATENT_NORM_EPSILON = 1e-6
 
 
 def rotary(config: MLAConfig) -> RotaryTable:
-    """The table of the model's positions, and of distances between them."""
+    """The table of the model's positions, and of distances between them; one a layer for a converted model."""
+    if config.rope_indices is not None:
+        assert config.rope_base_dim is not None
+        own = frequencies(config.rope_parameters, config.rope_base_dim)[np.asarray(config.rope_indices)]
+        return rotary_table(own, interleaved=config.rope_interleave, max_delta=config.max_position_embeddings)
     return table_of_rotations(
         config.rope_parameters,
         config.qk_rope_head_dim,
@@ -58,6 +64,8 @@ def queries(
     if config.q_lora_rank is not None:
         x = layers.rms_norm(layers.linear(x, params["q_down"]), params["q_norm"], LATENT_NORM_EPSILON)
     query = jnp.einsum("MI,IHK->MHK", x, params["q"])
+    if "q_bias" in params:
+        query = query + params["q_bias"][None]
     return query[..., : config.qk_nope_head_dim], query[..., config.qk_nope_head_dim :]
 
 
@@ -66,7 +74,11 @@ def rows(
 ) -> tuple[Float[Array, "M C"], Float[Array, "M R"]]:
     """What the cache keeps: the normalised latent and the shared rotary key before rotation."""
     down = layers.linear(x, params["kv_down"])
-    c_kv = layers.rms_norm(down[..., : config.kv_lora_rank], params["kv_norm"], LATENT_NORM_EPSILON)
+    if "kv_down_bias" in params:
+        down = down + params["kv_down_bias"][None]
+    c_kv = down[..., : config.kv_lora_rank]
+    if config.latent_norm:
+        c_kv = layers.rms_norm(c_kv, params["kv_norm"], LATENT_NORM_EPSILON)
     return c_kv, down[..., config.kv_lora_rank :]
 
 
@@ -90,7 +102,10 @@ def attention(
     out, kv = kv.attend_latent(
         layer, q_nope, q_rope, c_kv, k_rope, params["w_uk"], params["w_uv"], rotary, softmax_scale(config)
     )
-    return jnp.einsum("MHV,HVD->MD", out, params["out"]), kv
+    out = jnp.einsum("MHV,HVD->MD", out, params["out"])
+    if "out_bias" in params:
+        out = out + params["out_bias"][None]
+    return out, kv
 
 
 def decoder_layer(
@@ -183,13 +198,18 @@ def _layer_parameters(config: MLAConfig, depth: int, feed_forward: dict[str, Any
     attention = {
         "q": Parameter((query_input, heads, head_width), fan_in=query_input),
         "kv_down": Parameter((width, latent + config.qk_rope_head_dim), fan_in=width),
-        "kv_norm": Parameter((latent,), "ones"),
         "w_uk": Parameter((heads, config.qk_nope_head_dim, latent), fan_in=latent),
         "w_uv": Parameter((heads, latent, config.v_head_dim), fan_in=latent),
         "out": Parameter(
             (heads, config.v_head_dim, width), fan_in=heads * config.v_head_dim, gain=_residual_gain(config)
         ),
     }
+    if config.latent_norm:
+        attention["kv_norm"] = Parameter((latent,), "ones")
+    if config.attention_bias:
+        attention["q_bias"] = Parameter((heads, head_width), "zeros")
+        attention["kv_down_bias"] = Parameter((latent + config.qk_rope_head_dim,), "zeros")
+        attention["out_bias"] = Parameter((width,), "zeros")
     if config.q_lora_rank is not None:
         attention["q_down"] = Parameter((width, config.q_lora_rank), fan_in=width)
         attention["q_norm"] = Parameter((config.q_lora_rank,), "ones")
@@ -272,6 +292,8 @@ def _attention_tensors(config: MLAConfig, prefix: str, path: tuple[str, ...], in
     head_width = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.q_lora_rank is None:
         yield linear(f"{prefix}.q_proj.weight", (width,), (heads, head_width), (*path, "q"), index)
+        if config.attention_bias:
+            yield head_bias(f"{prefix}.q_proj.bias", (heads, head_width), (*path, "q_bias"), index)
     else:
         rank = config.q_lora_rank
         yield linear(f"{prefix}.q_a_proj.weight", (width,), (rank,), (*path, "q_down"), index)
@@ -279,7 +301,10 @@ def _attention_tensors(config: MLAConfig, prefix: str, path: tuple[str, ...], in
         yield linear(f"{prefix}.q_b_proj.weight", (rank,), (heads, head_width), (*path, "q"), index)
     down = latent + config.qk_rope_head_dim
     yield linear(f"{prefix}.kv_a_proj_with_mqa.weight", (width,), (down,), (*path, "kv_down"), index)
-    yield verbatim(f"{prefix}.kv_a_layernorm.weight", (latent,), (*path, "kv_norm"), index)
+    if config.attention_bias:
+        yield verbatim(f"{prefix}.kv_a_proj_with_mqa.bias", (down,), (*path, "kv_down_bias"), index)
+    if config.latent_norm:
+        yield verbatim(f"{prefix}.kv_a_layernorm.weight", (latent,), (*path, "kv_norm"), index)
     yield split_linear(
         f"{prefix}.kv_b_proj.weight",
         (heads, config.qk_nope_head_dim, config.v_head_dim, latent),
@@ -288,6 +313,8 @@ def _attention_tensors(config: MLAConfig, prefix: str, path: tuple[str, ...], in
         index,
     )
     yield linear(f"{prefix}.o_proj.weight", (heads, config.v_head_dim), (width,), (*path, "out"), index)
+    if config.attention_bias:
+        yield verbatim(f"{prefix}.o_proj.bias", (width,), (*path, "out_bias"), index)
 
 
 def _swiglu_tensors(config: MLAConfig, prefix: str, inner: int, path: tuple[str, ...], *index: int) -> Iterator[Tensor]:
@@ -309,7 +336,7 @@ def ignored(config: MLAConfig, name: str) -> bool:
 
 FAMILY = Family(
     name="mla",
-    model_types=("deepseek_v2", "deepseek_v3", *ALIASES),
+    model_types=("deepseek_v2", "deepseek_v3", *ALIASES, CONVERTED),
     config_from_dict=MLAConfig.from_dict,
     config_to_dict=MLAConfig.to_dict,
     parameters=parameters,

@@ -26,6 +26,12 @@ def linear(name: str, inputs: tuple[int, ...], outputs: tuple[int, ...], path: P
     )
 
 
+def head_bias(name: str, heads: tuple[int, int], path: Path, *index: int) -> Tensor:
+    """A bias, published flat, kept by head."""
+    flat = (math.prod(heads),)
+    return Tensor(name, flat, ((path, index),), lambda array: (array.reshape(heads),), lambda part: part.reshape(flat))
+
+
 def split_linear(name: str, sizes: tuple[int, int, int, int], uk: Path, uv: Path, *index: int) -> Tensor:
     """``kv_b_proj``: per head ``W_UK [K, C]`` above ``W_UV [V, C]``; kept as ``[H, K, C]`` and ``[H, C, V]``."""
     heads, nope, value, latent = sizes
