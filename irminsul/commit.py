@@ -55,6 +55,7 @@ def claim(tree: PageTree, fresh: tuple[FreshPage, ...], pages: np.ndarray, token
         tree.fill[page] = len(held)
         tree.base_position[page] = record.begin
         tree.namespace[page] = namespace
+        tree.writer[page] = tree.clock
         tree.pure[page] = tree.decoded[page] = False
         evicted_parent = record.parent >= 0 and tree.namespace[record.parent] != namespace
         page_tree.attach(tree, page, ORPHAN if evicted_parent else record.parent, record.parent_end)

@@ -34,6 +34,7 @@ class DevicePageTree:
     first_child: Int32[Array, " N"]
     next_sibling: Int32[Array, " N"]
     previous_sibling: Int32[Array, " N"]
+    writer: Int32[Array, " N"]
     last_used: Int32[Array, " N"]
     pure: Bool[Array, "N G"]
     decoded: Bool[Array, "N G"]

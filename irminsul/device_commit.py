@@ -72,6 +72,7 @@ def claim(
         fill=tree.fill.at[at].set(placement.end - placement.begin, mode="drop"),
         base_position=tree.base_position.at[at].set(placement.begin, mode="drop"),
         namespace=tree.namespace.at[at].set(namespace, mode="drop"),
+        writer=tree.writer.at[at].set(tree.clock + 1, mode="drop"),  # the clock of this turn
         pure=tree.pure.at[at].set(False, mode="drop"),
         decoded=tree.decoded.at[at].set(False, mode="drop"),
     )

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, Int32
 
 from irminsul.device_cache import DevicePageTree
-from irminsul.page_tree import FREE, NONE, ORPHAN, ROOT
+from irminsul.page_tree import FREE, NONE, ORPHAN, ROOT, UNKNOWN
 
 
 class Trail(NamedTuple):
@@ -186,4 +186,5 @@ def release(tree: DevicePageTree, page: Int[Array, ""], when: Bool[Array, ""]) -
         pure=tree.pure.at[freed].set(False, mode="drop"),
         decoded=tree.decoded.at[freed].set(False, mode="drop"),
         serial=tree.serial.at[freed].add(1, mode="drop"),
+        writer=tree.writer.at[freed].set(UNKNOWN, mode="drop"),
     )

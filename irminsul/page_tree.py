@@ -24,6 +24,7 @@ FREE = -1  # namespace of a page that belongs to nobody
 ROOT = -1  # parent of a page whose row 0 is the first token of a prompt
 ORPHAN = -2  # parent of a page whose left context has been evicted
 NONE = -1  # no sibling, no child
+UNKNOWN = -1  # writer of a page whose context nobody recorded
 
 
 class Piece(NamedTuple):
@@ -47,6 +48,7 @@ class PageTree:
       serial: changes whenever the page changes hands; a hint with another serial is stale.
       parent, parent_end: the page to the left and how many of its rows belong to the path, or ``ROOT`` / ``ORPHAN``.
       first_child, next_sibling, previous_sibling: links of the tree.
+      writer: clock of the request that wrote the page (``provenance``), or ``UNKNOWN``.
       last_used: clock of the last request that read or wrote the page.
       pure: row computed in prefill, at its own position, behind pure rows only (or decoded behind such rows, where the
         policy that serves this namespace is not ``bitwise``).
@@ -64,6 +66,7 @@ class PageTree:
     first_child: Int32[np.ndarray, " N"]
     next_sibling: Int32[np.ndarray, " N"]
     previous_sibling: Int32[np.ndarray, " N"]
+    writer: Int32[np.ndarray, " N"]
     last_used: Int32[np.ndarray, " N"]
     pure: Bool[np.ndarray, "N G"]
     decoded: Bool[np.ndarray, "N G"]
@@ -99,6 +102,7 @@ def new_page_tree(num_pages: int, page_size: int) -> PageTree:
         first_child=full(NONE),
         next_sibling=full(NONE),
         previous_sibling=full(NONE),
+        writer=full(UNKNOWN),
         last_used=full(0),
         pure=np.zeros((num_pages, page_size), bool),
         decoded=np.zeros((num_pages, page_size), bool),
@@ -148,6 +152,7 @@ def release(tree: PageTree, page: int) -> None:
     tree.namespace[page], tree.fill[page] = FREE, 0
     tree.pure[page] = tree.decoded[page] = False
     tree.serial[page] += 1
+    tree.writer[page] = UNKNOWN
 
 
 def pages_to_evict(tree: PageTree, count: int, keep: np.ndarray) -> np.ndarray:
