@@ -1,0 +1,179 @@
+"""What reuse costs in quality, policy by policy, against full prefill of the same prompt.
+
+Every chunk of a prompt is cached first, behind another context (``reuse_items``). Then each policy serves the prompt
+from one and the same cache, answers teacher-forced, and the next-token distributions at the answers are compared with
+those of full prefill: KL divergence by token, same most likely token, and whether an answer would have come out right
+under greedy decoding.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int32
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from experiments import accuracy_report, reference_eval, report
+from experiments.errors import InputError
+from experiments.planted_tasks import TASKS
+from experiments.reuse_items import Item, planted_item
+from experiments.reuse_policies import Lane, lane
+from experiments.rows import RowLog
+from experiments.subjects import Subject, subject
+from irminsul.cache import CacheConfig, ContentCache, new_cache
+from irminsul.plan import BINS, SHIFTED
+from irminsul.prefill import complete, prefill
+
+PAGE = 64
+QUICK = {"samples": 4, "length": 1024}
+
+
+def run(config: ConfigDict, out: Path) -> report.StudyResult:
+    """Serves every item under every policy, for every model.
+
+    Raises:
+      InputError: for a model, task or policy that does not exist.
+    """
+    if config.quick:
+        config = ConfigDict({**config.to_dict(), **{name: min(config[name], most) for name, most in QUICK.items()}})
+    tasks, lanes = _tasks(config), [lane(name) for name in _names(config.policies)]
+    if lanes[0].name != "full":
+        lanes = [lane("full"), *[other for other in lanes if other.name != "full"]]
+    subjects = [subject(name, config.dtype) for name in _names(config.models)]
+    items = reference_eval.planter()
+    key = {name: value for name, value in config.to_dict().items() if name != "resume"}
+    if not config.resume:
+        key["started"] = time.time()  # matches no earlier run
+    with RowLog(out, key) as log:
+        total = len(subjects) * len(tasks) * config.samples
+        with tqdm(total=total, desc="asking", unit=" items", file=sys.stderr) as progress:
+            for chosen in subjects:
+                serve = Server(chosen, config)
+                for task in tasks:
+                    for index in range(config.samples):
+                        unit = f"{chosen.name} {task} {index}"
+                        if unit not in log.finished:
+                            make = partial(planted_item, items, task, index, seed=config.seed)
+                            item = make(length=config.length, questions=config.questions)
+                            for row in serve(item, lanes):
+                                log.append({"model": chosen.name, **row})
+                            log.finish(unit)
+                        progress.update()
+        result = accuracy_report.describe(config, log.rows, [each.note for each in subjects], out)
+        log.remove()
+    return result
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _tasks(config: ConfigDict) -> list[str]:
+    names = _names(config.tasks)
+    for name in names:
+        if name not in TASKS:
+            raise InputError(f"tasks={name}: no such task; choose from {', '.join(TASKS)}")
+    if not names or config.samples < 1:
+        raise InputError(f"tasks={config.tasks!r} and samples={config.samples} ask nothing; name a task and a number")
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Logits ``[n, V]`` at an item's scored tokens under one policy, and what serving it took."""
+
+    logits: Float[np.ndarray, "n V"]
+    bins: dict[str, int]
+    prefill_ms: float
+
+
+class Server:
+    """Serves items under policies, one model, one compiled program.
+
+    All policies of an item read the same cache, which is copied and not consumed; those of kind ``isolated`` read
+    another, in which every chunk was computed behind the sink alone.
+    """
+
+    def __init__(self, chosen: Subject, config: ConfigDict):
+        self.model, self.config = chosen.model, config
+        longest = -(-(config.length + PAGE) // PAGE) * PAGE
+        self.cache_config = CacheConfig(
+            num_pages=5 * longest // PAGE, max_prompt_tokens=longest, max_new_tokens=PAGE, dtype=config.dtype
+        )
+        self.unembed = jax.jit(self.model.unembed)
+
+    def __call__(self, item: Item, lanes: Iterable[Lane]) -> list[dict[str, Any]]:
+        """A row a policy. The first lane is the reference."""
+        caches: dict[bool, ContentCache] = {}
+        reference: Scores | None = None
+        rows = []
+        for each in lanes:
+            if each.isolated not in caches:
+                behind = each.sink(self.model) if each.isolated else None
+                caches[each.isolated] = self.warmed(item.earlier(behind))
+            scores = self.scores(caches[each.isolated], item, each)
+            reference = reference or scores
+            rows.append(
+                {"task": item.task, "item": item.index, "policy": each.name, **compare(item, reference, scores)}
+            )
+        return rows
+
+    def warmed(self, prompts: Iterable[Int32[np.ndarray, " P"]]) -> ContentCache:
+        """A cache that has served ``prompts``."""
+        cache = new_cache(self.cache_config, self.model.row_format)
+        for tokens in prompts:
+            result = prefill(self.model, cache, tokens, "irminsul", mode=self.config.mode)
+            cache = complete(result.cache, result.request)
+        return cache
+
+    def scores(self, cache: ContentCache, item: Item, each: Lane) -> Scores:
+        """Serves the item; ``cache`` stays as it is."""
+        result = prefill(
+            self.model, cache, item.prompt, each.policy, mode=self.config.mode, donate=False, keep_hidden=True
+        )
+        computed = np.flatnonzero(result.request.plan.bin_of_token > SHIFTED)
+        rows = np.searchsorted(computed, item.scored - 1)
+        if not np.array_equal(computed[rows], item.scored - 1):
+            raise AssertionError(f"{item.task} {item.index}: an answer's row was served from the cache")
+        assert result.hidden is not None
+        padded = np.zeros(-(-len(rows) // PAGE) * PAGE, np.int32)  # few shapes, few programs
+        padded[: len(rows)] = rows
+        logits = np.asarray(self.unembed(result.hidden[jnp.asarray(padded)]), np.float32)[: len(rows)]
+        return Scores(logits, result.request.plan.bins, result.timings["prefill_ms"])
+
+
+def compare(item: Item, reference: Scores, scores: Scores) -> dict[str, Any]:
+    """What one policy made of an item, against full prefill.
+
+    Fields: KL (nats) by scored token; share of tokens with the same most likely token; the first of them that differs
+    (the number of tokens if none does); share of answers that are right; tokens by bin; milliseconds.
+    """
+    log_p, log_q = (np.asarray(jax.nn.log_softmax(jnp.asarray(s.logits), axis=-1)) for s in (reference, scores))
+    divergence = np.maximum(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1), 0)
+    same = log_p.argmax(-1) == log_q.argmax(-1)
+    right = log_q.argmax(-1) == item.prompt[item.scored]
+    return {
+        "kl_tokens": [round(float(value), 9) for value in divergence],
+        "agreement": float(same.mean()),
+        "first_divergence": int(np.argmin(same)) if not same.all() else len(same),
+        "exact_match": _exact_match(item, right),
+        "tokens": len(item.prompt),
+        "bins": {name: int(scores.bins[name]) for name in BINS},
+        "prefill_ms": round(scores.prefill_ms, 3),
+    }
+
+
+def _exact_match(item: Item, right: Bool[np.ndarray, " n"]) -> float:
+    """Share of answers whose every token is right, or of tokens."""
+    if item.by_token:
+        return float(right.mean())
+    ends = np.cumsum([stop - start for start, stop in item.answers])
+    return float(np.mean([part.all() for part in np.split(right, ends[:-1])]))

@@ -1,0 +1,211 @@
+"""Summary, tables and plot of the accuracy study."""
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+from jaxtyping import Float
+from ml_collections import ConfigDict
+
+from experiments import report
+from experiments.plots import STYLE, TITLE_WIDTH
+
+REPAIR = "irminsul+repair"
+Rows = Sequence[dict[str, Any]]
+COLOURS = ("#1f4e8c", "#d9622b", "#b3362c", "#2e8b57", "#7b5ea7", "#8c8c8c", "#6baed6", "#c99a2e", "#3b3b3b")
+
+
+def describe(config: ConfigDict, rows: Rows, notes: list[str], out: Path) -> report.StudyResult:
+    """The study's result; draws ``accuracy.png``."""
+    cells = cells_of(rows, config.draws, config.seed)
+    summary = summarise(cells)
+    title = headline(cells)
+    plot(cells, title, out / "accuracy.png")
+    public = [{name: value for name, value in row.items() if name != "kl_tokens"} for row in rows]
+    return {
+        "title": title,
+        "summary": summary,
+        "rows": public,
+        "notes": [
+            *notes,
+            f"{config.samples} items a task, {config.length} tokens a prompt, {config.mode} mode, {config.dtype}. "
+            "Every chunk was cached behind another context. Intervals: 95 % of a paired bootstrap over items.",
+        ],
+        "tables": [table(cells, model) for model in dict.fromkeys(cell["model"] for cell in cells)],
+        "figures": ["accuracy.png"],
+    }
+
+
+def cells_of(rows: Rows, draws: int, seed: int) -> list[dict[str, Any]]:
+    """One cell a model, task and policy: means with their intervals, and differences from full prefill in pairs."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["task"], row["policy"]), []).append(row)
+    return [
+        _cell(key, group, groups[key[0], key[1], "full"], np.random.default_rng(seed), draws)
+        for key, group in groups.items()
+    ]
+
+
+def _cell(key: tuple[str, str, str], group: Rows, full: Rows, rng: np.random.Generator, draws: int) -> dict[str, Any]:
+    model, task, policy = key
+    right = np.array([row["exact_match"] for row in group])
+    reference = np.array([row["exact_match"] for row in full])
+    divergence = np.array([np.mean(row["kl_tokens"]) for row in group])
+    tokens = np.concatenate([row["kl_tokens"] for row in group])
+    reused = sum(row["bins"]["exact"] + row["bins"]["shifted"] for row in group)
+    repaired = sum(row["bins"]["repair"] for row in group)
+    picks = rng.integers(len(group), size=(draws, len(group)))
+    return {
+        "model": model,
+        "task": task,
+        "policy": policy,
+        "exact_match": float(right.mean()),
+        "exact_match_interval": _interval(right[picks].mean(axis=1)),
+        "difference": float((right - reference).mean()),
+        "difference_interval": _interval((right - reference)[picks].mean(axis=1)),
+        "kl": float(divergence.mean()),
+        "kl_interval": _interval(divergence[picks].mean(axis=1)),
+        "kl_99": float(np.quantile(tokens, 0.99)),
+        "kl_worst": float(tokens.max()),
+        "agreement": float(np.mean([row["agreement"] for row in group])),
+        "first_divergence": float(np.median([row["first_divergence"] for row in group])),
+        "recomputed": repaired / max(1, repaired + reused),
+        "reused": reused / sum(row["tokens"] for row in group),
+        "prefill_ms": float(np.median([row["prefill_ms"] for row in group])),
+    }
+
+
+def _interval(values: Float[np.ndarray, " D"]) -> tuple[float, float]:
+    low, high = np.quantile(values, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def summarise(cells: list[dict[str, Any]]) -> dict[str, float]:
+    """Flat figures. Names carry the model's kind where several models were asked."""
+    models = list(dict.fromkeys(cell["model"] for cell in cells))
+    summary: dict[str, float] = {}
+    for cell in cells:
+        suffix = f"{cell['task']}_{_word(cell['policy'])}"
+        if len(models) > 1:
+            suffix += f"_{cell['model'].removeprefix('irminsul-mini-')}"
+        summary[f"kl_{suffix}"] = cell["kl"]
+        summary[f"argmax_{suffix}"] = cell["agreement"]
+        summary[f"exact_match_{suffix}"] = cell["exact_match"]
+        summary[f"recomputed_{suffix}"] = cell["recomputed"]
+    return summary | _headline_figures([cell for cell in cells if cell["model"] == models[0]])
+
+
+def _word(policy: str) -> str:
+    for mark in "+-:.":
+        policy = policy.replace(mark, "_")
+    return policy
+
+
+def _headline_figures(cells: list[dict[str, Any]]) -> dict[str, float]:
+    """What the paper prints, and what repair must reach, on the first model; only those whose cells are there."""
+    by = {(cell["task"], cell["policy"]): cell for cell in cells}
+    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    figures: dict[str, float] = {}
+    if all((task, policy) in by for task in tasks for policy in ("naive", "irminsul")):
+        naive, turned = (np.mean([by[task, policy]["kl"] for task in tasks]) for policy in ("naive", "irminsul"))
+        figures["kl_reduction_vs_naive"] = float(1 - turned / naive) if naive else 0.0
+    for policy in ("full", "irminsul"):
+        if ("needle", policy) in by:
+            figures[f"needle_recall_{policy}"] = by["needle", policy]["exact_match"]
+    repairs = [cell for cell in cells if cell["task"] == "left_context" and cell["policy"].startswith(REPAIR)]
+    repairs = [cell for cell in repairs if cell["recomputed"] <= 0.15] or repairs
+    if repairs:
+        best = max(repairs, key=lambda cell: cell["exact_match"])
+        figures["left_context_repair_over_full"] = best["exact_match"] / max(
+            1e-9, by["left_context", "full"]["exact_match"]
+        )
+        figures["repair_recomputed_fraction"] = best["recomputed"]
+    return figures
+
+
+def headline(cells: list[dict[str, Any]]) -> str:
+    """The finding in one line: what blind reuse costs on the task it costs most, and what the best repair leaves."""
+    model = cells[0]["model"]
+    blind = [cell for cell in cells if cell["model"] == model and cell["policy"] == "irminsul"]
+    if not blind:
+        return "Quality of reuse, policy by policy"
+    worst = min(blind, key=lambda cell: cell["difference"])
+    where = worst["task"].replace("_", " ")
+    text = f"Rotated reuse answers {worst['exact_match']:.0%} of {where} questions, "
+    text += f"full prefill {worst['exact_match'] - worst['difference']:.0%}"
+    repairs = [
+        cell
+        for cell in cells
+        if cell["model"] == model and cell["task"] == worst["task"] and cell["policy"].startswith(REPAIR)
+    ]
+    if repairs:
+        best = max(repairs, key=lambda cell: cell["exact_match"])
+        text += f", and repair of {best['recomputed']:.0%} of the tokens {best['exact_match']:.0%}"
+    return text
+
+
+def table(cells: list[dict[str, Any]], model: str) -> str:
+    """Markdown: a row a task and policy."""
+    header = ("task", "policy", "right", "against full", "KL", "KL 99 %", "worst", "same token", "reused", "recomputed")
+    rows = [
+        (
+            cell["task"],
+            cell["policy"],
+            f"{cell['exact_match']:.3f}",
+            f"{cell['difference']:+.3f} [{cell['difference_interval'][0]:+.3f}, {cell['difference_interval'][1]:+.3f}]",
+            f"{cell['kl']:.2g} [{cell['kl_interval'][0]:.2g}, {cell['kl_interval'][1]:.2g}]",
+            f"{cell['kl_99']:.2g}",
+            f"{cell['kl_worst']:.2g}",
+            f"{cell['agreement']:.3f}",
+            f"{cell['reused']:.3f}",
+            f"{cell['recomputed']:.3f}",
+        )
+        for cell in cells
+        if cell["model"] == model
+    ]
+    return f"## {model}\n\n" + report.markdown_table(header, rows)
+
+
+def plot(cells: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Right answers against the share of reused tokens recomputed: a panel a task, a line a kind of policy."""
+    model = cells[0]["model"]
+    cells = [cell for cell in cells if cell["model"] == model]
+    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    kinds = list(dict.fromkeys(cell["policy"].split(":")[0] for cell in cells))
+    colours = dict(zip(kinds, COLOURS * 2, strict=False))
+    columns = min(4, len(tasks))
+    lines = -(-len(tasks) // columns)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            lines, columns, figsize=(2.3 * columns + 0.8, 2.1 * lines + 1.1), squeeze=False, sharex=True, sharey=True,
+            layout="constrained",
+        )  # fmt: skip
+        for axis, task in zip(axes.flat, tasks, strict=False):
+            for kind in kinds:
+                line = [cell for cell in cells if cell["task"] == task and cell["policy"].split(":")[0] == kind]
+                line = sorted(line, key=lambda cell: cell["recomputed"])
+                x = [100 * (1.0 if kind == "full" else cell["recomputed"]) for cell in line]
+                y = [cell["exact_match"] for cell in line]
+                spread = np.abs(np.array([cell["exact_match_interval"] for cell in line]).T - y)
+                axis.errorbar(x, y, spread, fmt="o-", markersize=4, color=colours[kind], label=kind, linewidth=1)
+            axis.set_title(task.replace("_", " "), fontsize=9, loc="left")
+            axis.set_xlim(-4, 104)
+        for axis in list(axes.flat)[len(tasks) :]:
+            axis.remove()
+        for axis in axes[-1]:
+            axis.set_xlabel("recomputed (% of reused tokens)")
+        for row in axes:
+            row[0].set_ylabel("right answers")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        figure.savefig(path)
+        plt.close(figure)

@@ -1,0 +1,24 @@
+"""What reuse costs in quality, policy by policy."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Every setting with its default."""
+    return ConfigDict(
+        {
+            "study": "accuracy",
+            "models": "irminsul-mini-mla",  # names or paths, comma-separated
+            "tasks": "needle,many_needles,two_hops,three_hops,left_context,copy,text",
+            "policies": "full,prefix,naive,irminsul,irminsul-no-carve-out,isolated",
+            "samples": 64,  # items a task
+            "length": 4096,  # tokens of a prompt, answers included
+            "questions": 4,  # asked of an item at most
+            "mode": "fast",
+            "dtype": "float32",
+            "draws": 2000,  # of the paired bootstrap over items
+            "seed": 30_000,
+            "resume": False,  # go on from the items of an interrupted run in the same folder
+            "quick": False,  # four items of 1,024 tokens
+        }
+    )
