@@ -1,0 +1,305 @@
+"""One worker of the churn study: a small cache under everything that can happen to it, watched by a ledger.
+
+Every operation draws from a generator seeded by its number, so a run that goes on from a checkpoint does what an
+unbroken one does.
+"""
+
+import dataclasses
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from experiments.churn_faults import (
+    colliding_pairs,
+    constant_hash,
+    false_hints,
+    hashed_by,
+    tiny_hash,
+    weak_hash,
+)
+from experiments.churn_ledger import Ledger
+from experiments.churn_oracle import Reference
+from experiments.churn_traffic import Block, Traffic, secrets_of, tokens_of
+from irminsul.cache import CacheConfig, new_cache, open_namespace
+from irminsul.chunking import ChunkingConfig
+from irminsul.commit import PoolTooSmallError
+from irminsul.decode import advance, start_decoding
+from irminsul.fingerprint import HashFunction
+from irminsul.plan import EXACT, SHIFTED, read_content
+from irminsul.policies import Policy, get_policy
+from irminsul.prefill import Request, complete, prefill, request_key
+from models import families
+
+MODEL = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 211,
+    "hidden_size": 17,
+    "intermediate_size": 29,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "qk_nope_head_dim": 7,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 5,
+    "kv_lora_rank": 11,
+    "first_k_dense_replace": 2,
+    "max_position_embeddings": 4093,
+    "tie_word_embeddings": True,
+}
+CHUNKING = ChunkingConfig(min_tokens=8, mean_tokens=29, max_tokens=97, segment_mean=149, anchor_every=8)
+# Small enough for reuse to happen everywhere in prompts of a few hundred tokens.
+EAGER = {"min_reuse": 16, "sink_tokens": 8}
+POLICIES = (
+    *[get_policy("irminsul", **EAGER)] * 12,
+    get_policy("irminsul", discovery="chunks", **EAGER),
+    get_policy("irminsul"),
+    *[get_policy("prefix", **EAGER)] * 2,
+    get_policy("paged_prefix", **EAGER),
+    get_policy("naive", **EAGER),
+    get_policy("full"),
+)
+STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded")
+TENANTS = 4
+MOST_OPEN = 3
+
+
+def cache_config(num_pages: int, storage: Any) -> CacheConfig:
+    """Pages of 11 rows, so that everything ends inside pages."""
+    return CacheConfig(
+        num_pages=num_pages, page_size=11, max_prompt_tokens=251, max_new_tokens=7, storage=storage, chunking=CHUNKING
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+    """What a tenant asks for, and the hash it is served with."""
+
+    blocks: list[Block]
+    tenant: int
+    adapter: str
+    policy: Policy
+    new_tokens: int
+    hash_function: HashFunction
+
+    @property
+    def namespace(self) -> str:
+        return f"tenant {self.tenant}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Open:
+    """A request between prefill and its end."""
+
+    ask: Ask
+    model: Any
+    request: Request
+    logits: Any
+
+
+class Churn:
+    """A cache, the ledger beside it, and the operations on both.
+
+    ``counts`` are those of the summary; ``open`` the requests that have not ended.
+    """
+
+    def __init__(self, seed: int, num_pages: int, storage: Any):
+        self.seed, self.config = seed, cache_config(num_pages, storage)
+        self.models = [families.random_model(MODEL, seed=weights) for weights in range(2)]
+        self.loaded = 0
+        row_format = self.model.row_format
+        width = row_format.num_layers * (row_format.latent_width + row_format.rope_width)
+        self.cache = new_cache(self.config, row_format)
+        self.ledger = Ledger(num_pages, self.config.page_size, width, Reference(self.config))
+        self.traffic = Traffic(seed, TENANTS, self.model.vocab_size, self.config.max_prompt_tokens)
+        self.policies = [policy for policy in POLICIES if policy.rotate or storage == "base"]
+        self.counts: Counter[str] = Counter()
+        self.open: list[Open] = []
+        self.operation = 0
+
+    @property
+    def model(self) -> Any:
+        """The weights that are loaded."""
+        return self.models[self.loaded]
+
+    def save(self, path: Path) -> None:
+        """Ends the open requests and writes a checkpoint, which only this program reads."""
+        self.close()
+        state = {name: getattr(self, name) for name in STATE}
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(state))
+        partial.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Goes on from a checkpoint of a worker with the same seed, pages and storage."""
+        state = pickle.loads(path.read_bytes())
+        self.ledger.__dict__.update(state.pop("ledger").__dict__)
+        self.__dict__.update(state)
+
+    def step(self) -> None:
+        """The next operation."""
+        rng = np.random.default_rng((self.seed, self.operation))
+        names, weights = zip(*((name, weight) for name, (weight, _) in OPERATIONS.items()), strict=True)
+        name = str(rng.choice(names, p=np.array(weights) / sum(weights)))
+        before = self.ledger.violations
+        OPERATIONS[name][1](self, rng)
+        self.ledger.audit(self.cache)
+        if self.ledger.violations > before:
+            self.ledger.notes.append(f"in operation {self.operation} of seed {self.seed}, {name}")
+        self.counts[name] += 1
+        self.operation += 1
+
+    # Requests
+
+    def ask(self, rng: np.random.Generator, **chosen: Any) -> Ask:
+        """A request at random, but for what is ``chosen``."""
+        tenant = int(rng.integers(TENANTS))
+        drawn: dict[str, Any] = {
+            "blocks": chosen.get("blocks") or self.traffic.prompt(rng, tenant),
+            "tenant": tenant,
+            "adapter": "other" if rng.random() < 0.1 else "",
+            "policy": self.policies[rng.integers(len(self.policies))],
+            "new_tokens": int(rng.integers(1, self.config.max_new_tokens + 1)) if rng.random() < 0.3 else 0,
+            "hash_function": _draw_hash(rng),
+        }
+        return Ask(**drawn | chosen)
+
+    def serve(self, rng: np.random.Generator, **chosen: Any) -> None:
+        """A request from beginning to end."""
+        started = self.begin(self.ask(rng, **chosen))
+        if started is not None:
+            self.end(rng, started)
+
+    def begin(self, ask: Ask) -> Open | None:
+        """Prefills a prompt; None if the pool cannot hold it."""
+        tokens, model = tokens_of(ask.blocks), self.model
+        if ask.hash_function is not xxhash.xxh64_intdigest:
+            self.counts["collisions_injected"] += self._collisions(ask, tokens)
+        try:
+            with hashed_by(ask.hash_function):
+                result = prefill(
+                    model,
+                    self.cache,
+                    tokens,
+                    ask.policy,
+                    namespace=ask.namespace,
+                    adapter=ask.adapter,
+                    new_tokens=ask.new_tokens,
+                    mode="deterministic",
+                )
+        except PoolTooSmallError:
+            self.counts["refused"] += 1
+            return None
+        self.cache = result.cache
+        self.ledger.prefilled(model, result, secrets_of(ask.blocks))
+        bins = result.request.plan.bin_of_token
+        self.counts["exact_hits"] += int((bins == EXACT).sum())
+        self.counts["shifted_hits"] += int((bins == SHIFTED).sum())
+        self.counts["tokens"] += len(bins)
+        return Open(ask, model, result.request, result.logits)
+
+    def end(self, rng: np.random.Generator, started: Open) -> None:
+        """Decodes what was asked for, or breaks off on the way, and ends the request."""
+        ask = started.ask
+        count = ask.new_tokens if rng.random() < 0.8 else int(rng.integers(0, ask.new_tokens + 1))
+        generated: list[int] = []
+        if count:
+            generated, logits = self._decode(started, count)
+            self.ledger.decoded(started.model, self.cache, started.request, generated, logits)
+        with hashed_by(ask.hash_function):
+            self.cache = complete(self.cache, started.request, np.asarray(generated, np.int32))
+        self.ledger.ended(started.request)
+        self.traffic.remember(ask.tenant, ask.blocks, generated)
+
+    def _decode(self, started: Open, count: int) -> tuple[list[int], np.ndarray]:
+        decoding = start_decoding(self.cache, started.request, started.logits)
+        logits = []
+        for _ in range(count):
+            decoding = advance(started.model, decoding, decoding.proposal)
+            logits.append(np.asarray(decoding.logits))
+        self.cache = decoding.cache
+        return decoding.tokens, np.stack(logits)
+
+    def _collisions(self, ask: Ask, tokens: np.ndarray) -> int:
+        key = request_key(self.cache, self.model, ask.namespace, ask.adapter, ask.policy.bitwise)
+        self.cache, owner = open_namespace(self.cache, key)
+        return false_hints(self.cache, read_content(tokens, self.config.chunking, key, ask.hash_function), owner)
+
+    def begin_or_end(self, rng: np.random.Generator) -> None:
+        """Requests that overlap: one more begins, or any of the open ones ends."""
+        if len(self.open) < MOST_OPEN and (not self.open or rng.random() < 0.5):
+            started = self.begin(self.ask(rng))
+            if started is not None:
+                self.open.append(started)
+        else:
+            self.end(rng, self.open.pop(int(rng.integers(len(self.open)))))
+
+    def close(self) -> None:
+        """Ends every open request."""
+        rng = np.random.default_rng((self.seed, self.operation, 1))
+        while self.open:
+            self.end(rng, self.open.pop())
+        self.ledger.audit(self.cache)
+
+    # Pressure and faults
+
+    def pressure(self, rng: np.random.Generator) -> None:
+        """Long prompts of nobody else's text push pages out."""
+        for _ in range(int(rng.integers(1, 4))):
+            text = rng.integers(0, self.model.vocab_size, self.config.max_prompt_tokens, dtype=np.int32)
+            self.serve(rng, blocks=[Block(text)])
+            self.ledger.audit(self.cache)
+
+    def reload(self, rng: np.random.Generator) -> None:
+        """The same weights read again, or other weights, behind the same cache."""
+        which = int(rng.integers(len(self.models)))
+        self.models[which] = families.random_model(MODEL, seed=which)
+        self.loaded = which
+
+    def collide(self, rng: np.random.Generator) -> None:
+        """Two texts whose anchors have one fingerprint under a weakened hash, one served behind the other."""
+        ask = self.ask(rng, adapter="", policy=self.policies[0], new_tokens=0, hash_function=weak_hash)
+        key = request_key(self.cache, self.model, ask.namespace, ask.adapter, ask.policy.bitwise)
+        for pair in colliding_pairs(rng, key, self.config.chunking, self.model.vocab_size, count=1):
+            for text in pair:
+                started = self.begin(dataclasses.replace(ask, blocks=[self.traffic.documents[0], Block(text)]))
+                self.ledger.audit(self.cache)
+                if started is not None:
+                    self.end(rng, started)
+                    self.ledger.audit(self.cache)
+
+    def misuse(self, rng: np.random.Generator) -> None:
+        """Requests that must be refused before anything changes."""
+        wrong = (
+            np.zeros(0, np.int32),
+            np.full(5, self.model.vocab_size),
+            np.full(5, -1),
+            np.zeros(self.config.max_prompt_tokens + 1, np.int32),
+        )[rng.integers(4)]
+        clock, serials = self.cache.clock, self.cache.tree.serial.copy()
+        try:
+            prefill(self.model, self.cache, wrong, "irminsul", mode="deterministic")
+        except ValueError:
+            pass
+        else:
+            self.ledger.violation("wrong", "a bad request was served")
+        if clock != self.cache.clock or not np.array_equal(serials, self.cache.tree.serial):
+            self.ledger.violation("wrong", "a refused request changed the cache")
+
+
+def _draw_hash(rng: np.random.Generator) -> HashFunction:
+    draw = rng.random()
+    return constant_hash if draw < 0.03 else tiny_hash if draw < 0.08 else xxhash.xxh64_intdigest
+
+
+OPERATIONS: dict[str, tuple[float, Callable[[Churn, np.random.Generator], None]]] = {
+    "serve": (80.0, Churn.serve),
+    "begin_or_end": (14.0, Churn.begin_or_end),
+    "pressure": (1.0, Churn.pressure),
+    "reload": (2.0, Churn.reload),
+    "collide": (1.0, Churn.collide),
+    "misuse": (1.0, Churn.misuse),
+}
