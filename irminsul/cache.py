@@ -113,7 +113,7 @@ def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
         pool=pool,
         tree=page_tree.new_page_tree(config.num_pages, config.page_size),
         registry=registry.new_registry(
-            config.num_pages, config.page_size, config.chunking.anchor_every, config.chunking.mean_tokens
+            config.num_pages, config.page_size, config.chunking.tokens_per_anchor, config.chunking.mean_tokens
         ),
         in_flight=np.zeros(config.num_pages, np.int32),
         clock=0,

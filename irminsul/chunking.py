@@ -6,7 +6,8 @@ Three things are read from it, all from the *top* bits, because bit ``b`` sees o
 
 - chunks, the units of lookup: a cut after a token whose hash falls below a threshold, with length clamps;
 - segments, the units of page layout: those chunk ends whose hash also falls below a rarer threshold;
-- anchors, the places where a lookup may start: positions sampled by the hash of the 32 tokens that end there.
+- anchors, the places where a lookup may start: positions sampled by the hash of the 32 tokens that end there, at least
+  one in every run of 64 tokens (``irminsul.winnowing``), so that two prompts that share such a run share an anchor.
 
 ``g`` mixes token id and seed (splitmix64, Steele et al., OOPSLA 2014), so no table depends on the vocabulary.
 ``irminsul.device_chunking`` makes the same cuts inside ``jax.jit``.
@@ -20,6 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer, UInt64
+
+from irminsul.winnowing import window_minima
 
 GEAR_WINDOW = 64
 """Tokens the rolling hash sees: one per bit."""
@@ -40,7 +43,9 @@ class ChunkingConfig:
       mean_tokens: mean chunk length on random tokens, both clamps included.
       segment_mean: mean length of a segment.
       anchor_window: tokens an anchor names, a power of two up to 64.
-      anchor_every: one position in so many is an anchor.
+      anchor_every: one position in so many is an anchor whatever stands around it.
+      anchor_reach: every run of so many tokens holds an anchor, 0: not assured. Choose at most the shortest run that is
+        reused.
       seed: of the token mixing function.
     """
 
@@ -50,6 +55,7 @@ class ChunkingConfig:
     segment_mean: int = 1024
     anchor_window: int = 32
     anchor_every: int = 32
+    anchor_reach: int = 64
     seed: int = 0
 
     def __post_init__(self):
@@ -67,6 +73,11 @@ class ChunkingConfig:
             raise ValueError(f"anchor_window = {self.anchor_window}: give a power of two from 1 to 64")
         if not 1 <= self.anchor_every <= 2**20:
             raise ValueError(f"anchor_every = {self.anchor_every}: give a number from 1 to 2**20")
+        if self.anchor_reach and not self.anchor_window <= self.anchor_reach <= 2**20:
+            raise ValueError(
+                f"anchor_reach = {self.anchor_reach}: a run shorter than anchor_window = {self.anchor_window} holds no "
+                "whole anchor; give a number from there to 2**20, or 0"
+            )
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed = {self.seed}: give a number from 0 to 2**64 - 1")
 
@@ -96,6 +107,22 @@ class ChunkingConfig:
     def anchor_threshold(self) -> int:
         """A position is an anchor where the top 32 bits of the hash over `anchor_window` tokens are below this."""
         return 2**32 // self.anchor_every
+
+    @property
+    def winnowing_window(self) -> int:
+        """Of so many consecutive anchor hashes one is an anchor: those that a run of `anchor_reach` tokens holds."""
+        return self.anchor_reach - self.anchor_window + 1 if self.anchor_reach else 0
+
+    @property
+    def tokens_per_anchor(self) -> float:
+        """The mean distance of anchors on random tokens: 16.1 by default.
+
+        A hash ``u`` in [0, 1) above the threshold ``p`` is the lowest of ``w`` consecutive ones with probability
+        ``(1 - u)^(w - 1) (1 + (w - 1) u)``; the density is ``p`` plus the integral of that over the rest.
+        """
+        above, window = 1 - 1 / self.anchor_every, self.winnowing_window
+        winnowed = above**window - (window - 1) / (window + 1) * above ** (window + 1) if window else 0.0
+        return 1 / (1 / self.anchor_every + winnowed)
 
     @property
     def gear_offset(self) -> int:
@@ -128,6 +155,8 @@ def boundaries(
 
     A chunk ends behind the first token at which it has at least `min_tokens` and the hash is below the threshold with
     64 tokens seen; else at `max_tokens`. A segment ends where a chunk does and the hash is below the rarer threshold.
+    An anchor ends where the hash over `anchor_window` tokens is below its threshold, or the lowest that some run of
+    `anchor_reach` tokens holds.
 
     Args:
       forced: exclusive ends where a chunk ends whatever the clamps say, as `markers.marker_ends` gives.
@@ -138,16 +167,24 @@ def boundaries(
     total = tokens.size
     if forced is not None and forced.size and not 1 <= forced.min() <= forced.max() <= total:
         raise ValueError(f"forced = {forced.min()}..{forced.max()}: cuts must lie within 1..{total}, the tokens given")
-    natural, rare, anchors = ([np.empty(0, np.int64)] for _ in range(3))
+    natural, rare = ([np.empty(0, np.int64)] for _ in range(2))
+    ends_anchor = np.zeros(total + 1, bool)
+    before = np.empty(0, np.uint64)  # anchor hashes of the last places of the block before
     for begin, hashes in _hashed_blocks(tokens, config, (config.anchor_window, GEAR_WINDOW)):
         ends, values = _ends_below(hashes[GEAR_WINDOW], config.cut_threshold, begin, GEAR_WINDOW)
         natural.append(ends)
         rare.append(ends[values < np.uint64(config.segment_threshold << 32)])
         ends, _ = _ends_below(hashes[config.anchor_window], config.anchor_threshold, begin, config.anchor_window)
-        anchors.append(ends)
+        ends_anchor[ends] = True
+        if config.anchor_reach:
+            whole = hashes[config.anchor_window][max(0, config.anchor_window - 1 - begin) :]
+            run = np.concatenate([before, whole])
+            first_end = begin + hashes[config.anchor_window].size - run.size + 1
+            ends_anchor[window_minima(run, config.winnowing_window) + first_end] = True
+            before = run[max(0, run.size - config.winnowing_window + 1) :]
     chunk_ends = _clamp(np.concatenate(natural), forced, total, config)
     ends_segment = np.isin(chunk_ends, np.append(np.concatenate(rare), total))
-    return Boundaries(chunk_ends, chunk_ends[ends_segment], np.concatenate(anchors))
+    return Boundaries(chunk_ends, chunk_ends[ends_segment], np.flatnonzero(ends_anchor))
 
 
 def _ends_below(hashes: np.ndarray, threshold: int, begin: int, window: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int, Int32, UInt32
 
 from irminsul import uint64
 from irminsul.chunking import GEAR_WINDOW, SPLITMIX_LAST_SHIFT, SPLITMIX_STEPS, ChunkingConfig
@@ -91,6 +91,8 @@ def boundaries(
     natural = below(hashes, config.cut_threshold, GEAR_WINDOW)
     chunk_ends, num_chunks = _clamp(natural, forced, length, config, chunk_capacity)
     is_anchor = below(anchor_hashes, config.anchor_threshold, config.anchor_window)
+    if config.anchor_reach:
+        is_anchor |= _window_minima(anchor_hashes.high, config.anchor_window - 1, length, config.winnowing_window)
     num_anchors = jnp.sum(is_anchor, dtype=jnp.int32)
     places = jnp.nonzero(is_anchor, size=anchor_capacity, fill_value=total)[0].astype(jnp.int32)
     rare = jnp.take(below(hashes, config.segment_threshold, GEAR_WINDOW), chunk_ends - 1, mode="clip")
@@ -103,6 +105,25 @@ def boundaries(
         num_anchors=jnp.minimum(num_anchors, anchor_capacity),
         complete=(num_anchors <= anchor_capacity) & jnp.any(chunk_ends == length),
     )
+
+
+def _window_minima(hashes: UInt32[Array, " T"], first: int, end: Int32[Array, ""], window: int) -> Bool[Array, " T"]:
+    """Which of the hashes ``[first, end)`` are the lowest of some `window` consecutive ones, the last of equals; see
+    `irminsul.winnowing.window_minima`."""
+    total = hashes.shape[0]
+    if total < window:
+        return jnp.zeros(total, bool)
+    least, place = hashes, jnp.arange(total, dtype=jnp.int32)
+    width = 1
+    while width < window:
+        step = min(width, window - width)
+        later = least[step:] <= least[:-step]
+        least = jnp.where(later, least[step:], least[:-step])
+        place = jnp.where(later, place[step:], place[:-step])
+        width += step
+    begins = jnp.arange(place.shape[0])
+    inside = (begins >= first) & (begins + window <= end)
+    return jnp.zeros(total, bool).at[jnp.where(inside, place, total)].set(True, mode="drop")
 
 
 def _clamp(

@@ -117,18 +117,18 @@ def extend_content(
     """``read_content`` of a prompt and the tokens behind it, at the cost of the tokens behind its last whole chunk.
 
     What stands up to there does not depend on what follows; the rolling hash behind it sees no further back than
-    ``GEAR_WINDOW`` tokens.
+    ``GEAR_WINDOW`` tokens. Anchors are settled where all runs that may choose them were complete.
     """
     tokens = np.concatenate([content.tokens, generated])
     kept = len(content.chunk_ends) - 1
     begin = int(content.chunk_ends[kept - 1]) if kept else 0
-    back = begin - chunking.GEAR_WINDOW
+    settled = min(begin, len(content.tokens) - config.anchor_reach)
+    back = settled - max(chunking.GEAR_WINDOW, config.anchor_reach)
     if back < 0:
         return read_content(tokens, config, key, hash_function)
-    forced = np.array([chunking.GEAR_WINDOW])  # the cut at ``begin``
-    chunk_ends, segment_ends, anchor_ends = (
-        ends[ends > chunking.GEAR_WINDOW] + back for ends in chunking.boundaries(tokens[back:], config, forced)
-    )
+    cuts = chunking.boundaries(tokens[back:], config, np.array([begin - back]))
+    chunk_ends, segment_ends = (ends[ends > begin - back] + back for ends in (cuts.chunk_ends, cuts.segment_ends))
+    anchor_ends = cuts.anchor_ends[cuts.anchor_ends > settled - back] + back
     seed = fingerprint.key_seed(key, hash_function)
 
     def fingerprints(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -136,7 +136,7 @@ def extend_content(
 
     chunks = fingerprints(np.concatenate([[begin], chunk_ends[:-1]]), chunk_ends)
     chain = fingerprint.chain_fingerprints(int(content.chain_fingerprints[kept - 1]), chunks, hash_function)
-    anchors = int(np.searchsorted(content.anchor_ends, begin, side="right"))
+    anchors = int(np.searchsorted(content.anchor_ends, settled, side="right"))
     segments = int(np.searchsorted(content.segment_ends, begin, side="right"))
     return PromptContent(
         tokens=tokens,

@@ -11,6 +11,7 @@ as they can: they say of a token that it was seen before and evicted.) Both cost
 have the same form on an accelerator.
 """
 
+import math
 from dataclasses import fields
 
 import numpy as np
@@ -68,11 +69,11 @@ def new_hint_table(hints: int) -> HintTable:
     )
 
 
-def new_registry(num_pages: int, page_size: int, anchor_every: int, mean_chunk: int) -> Registry:
+def new_registry(num_pages: int, page_size: int, tokens_per_anchor: float, mean_chunk: int) -> Registry:
     """Tables sized for a full pool."""
     rows = num_pages * page_size
     chunks = -(-rows // mean_chunk)
-    return Registry(content=new_hint_table(-(-rows // anchor_every) + chunks), chain=new_hint_table(chunks))
+    return Registry(content=new_hint_table(math.ceil(rows / tokens_per_anchor) + chunks), chain=new_hint_table(chunks))
 
 
 def _bucket(table: HintTable, keys: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ def sequential_boundaries(
     offset = splitmix64_mix((config.seed + 0x9E3779B97F4A7C15) % 2**64)
     chunks, segments, anchors = [], [], []
     gears: list[int] = []
+    tops: list[int] = []  # of the anchor hashes, from the first whole window on
     hash64 = start = 0
     for index, token in enumerate(tokens):
         end = index + 1
@@ -31,6 +32,12 @@ def sequential_boundaries(
                 segments.append(end)
         recent = gears[-config.anchor_window :]
         anchor_hash = sum(value << age for age, value in enumerate(reversed(recent))) % 2**64
-        if end >= config.anchor_window and (anchor_hash >> 32) < config.anchor_threshold:
-            anchors.append(end)
-    return chunks, segments, anchors
+        if end >= config.anchor_window:
+            tops.append(anchor_hash >> 32)
+            if tops[-1] < config.anchor_threshold:
+                anchors.append(end)
+    run = config.anchor_reach - config.anchor_window + 1
+    for begin in range(len(tops) - run + 1 if config.anchor_reach else 0):
+        lowest = min(range(begin, begin + run), key=lambda place: (tops[place], -place))
+        anchors.append(lowest + config.anchor_window)
+    return chunks, segments, sorted(set(anchors))

@@ -82,7 +82,7 @@ def test_three_forms_make_the_same_cuts(prompt, config):
 
 @pytest.mark.parametrize(("window", "every"), [(64, 3), (1, 2), (16, 1)])
 def test_anchors_of_other_windows(window, every):
-    config = ChunkingConfig(anchor_window=window, anchor_every=every)
+    config = ChunkingConfig(anchor_window=window, anchor_every=every, anchor_reach=70)
     tokens = random_tokens(2, 997)
     host = chunking.boundaries(tokens, config)
     assert tuple(ends.tolist() for ends in host) == sequential_boundaries(tokens.tolist(), config)
@@ -149,7 +149,8 @@ def test_chunk_sizes_on_random_tokens():
     assert sizes.max() == 512
     assert sizes.mean() == pytest.approx(128, rel=0.04)
     assert np.diff(ends.segment_ends, prepend=0).mean() == pytest.approx(1024, rel=0.12)
-    assert np.diff(ends.anchor_ends, prepend=0).mean() == pytest.approx(32, rel=0.03)
+    assert np.diff(ends.anchor_ends, prepend=0).mean() == pytest.approx(DEFAULT.tokens_per_anchor, rel=0.01)
+    assert DEFAULT.tokens_per_anchor == pytest.approx(16.1, rel=0.01)
     assert set(ends.segment_ends.tolist()) <= set(ends.chunk_ends.tolist())
 
 
@@ -172,7 +173,35 @@ def test_chunk_sizes_on_real_text():
     tokens = words_of(argparse, dataclasses, functools, textwrap)
     ends = chunking.boundaries(tokens, DEFAULT)
     assert np.diff(ends.chunk_ends).mean() == pytest.approx(128, rel=0.2)
-    assert np.diff(ends.anchor_ends).mean() == pytest.approx(32, rel=0.2)
+    assert np.diff(ends.anchor_ends).mean() == pytest.approx(DEFAULT.tokens_per_anchor, rel=0.2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.integers(64, 97), st.integers(0, 300), st.integers(0, 300), st.sampled_from([0, 64]))
+def test_a_run_of_64_tokens_shared_by_two_prompts_holds_an_anchor_of_both(seed, length, left, right, reach):
+    config = dataclasses.replace(DEFAULT, anchor_reach=reach)
+    generator = np.random.default_rng(seed)
+    run = generator.integers(0, 50_021, length).astype(np.int32)
+    places = []
+    for offset in (left, right):
+        around = generator.integers(0, 50_021, 700).astype(np.int32)
+        around[offset : offset + length] = run
+        ends = chunking.boundaries(around, config).anchor_ends - offset
+        places.append(set(ends[(ends >= config.anchor_window) & (ends <= length)].tolist()))
+    if reach:
+        assert places[0] & places[1]
+    else:
+        assert places[0] == places[1]  # and may be empty: see the next test
+
+
+def test_sampling_by_rate_alone_leaves_runs_without_an_anchor():
+    tokens = random_tokens(5, 40_009)
+    gaps = {
+        reach: np.diff(chunking.boundaries(tokens, dataclasses.replace(DEFAULT, anchor_reach=reach)).anchor_ends)
+        for reach in (0, 64)
+    }
+    assert gaps[64].max() == 33 < 200 < gaps[0].max()
+    assert DEFAULT.anchor_window + gaps[64].max() - 1 == DEFAULT.anchor_reach
 
 
 def test_a_moved_body_is_cut_the_same_way():
@@ -232,6 +261,7 @@ def test_windows_cover_a_range_once():
         ({"segment_mean": 100}, "segment_mean = 100"),
         ({"anchor_window": 33}, "anchor_window = 33"),
         ({"anchor_every": 0}, "anchor_every = 0"),
+        ({"anchor_reach": 31}, "anchor_reach = 31"),
         ({"seed": -1}, "seed = -1"),
     ],
 )

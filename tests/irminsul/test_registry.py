@@ -57,7 +57,7 @@ def test_a_full_bucket_gives_up_stale_hints_before_live_ones_and_old_ones_first(
 
 def test_a_full_pool_finds_nearly_all_its_hints():
     """Tables hold three slots a hint, so few buckets overflow."""
-    hints = new_registry(4096, 64, 32, 128)
+    hints = new_registry(4096, 64, 32.0, 128)
     tree = new_page_tree(4096, 64)
     count = 4096 * 64 // 32 + 4096 * 64 // 128
     keys = np.random.default_rng(0).integers(0, 2**64, count, dtype=np.uint64)
