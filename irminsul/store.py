@@ -1,0 +1,398 @@
+"""Tiers below the pool: pages in host memory and in a key-value store, written behind and read ahead of a prompt.
+
+``Store.load`` asks the catalog which stored pages a prompt would be served from, reads those that are not in the pool,
+and hands them to it; ``Store.keep`` copies the pages a request wrote and queues them. What is loaded is checked down to
+its bytes and joins the page tree where its path says; whatever fails is skipped with a reason and computed, and the
+pages behind it have lost their left context, so that they can be shifted hits and no exact ones.
+
+Objects of one owner (tenant, model, adapter, cache format) lie under a prefix of their own, and no other is ever listed
+or read for it::
+
+    <tenant>/<owner>/owner           the key and the format, in full
+    <tenant>/<owner>/index/<page>    what the rows of a page are
+    <tenant>/<owner>/rows/<page>     the rows
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from irminsul import page_tree
+from irminsul.cache import CacheConfig, ContentCache, open_namespace
+from irminsul.cache_format import CacheFormat
+from irminsul.commit import pages_in_use
+from irminsul.page_tree import FREE, ORPHAN, PageTree
+from irminsul.placement import place
+from irminsul.plan import EXACT, SHIFTED, ReusePlan, extend_content, plan_prompt, read_content
+from irminsul.policies import Policy
+from irminsul.prefill import Request
+from irminsul.store_backend import Backend, HostTier
+from irminsul.store_catalog import (
+    Catalog,
+    Entry,
+    PoolNames,
+    add_hints,
+    hints_of_rows,
+    parent_name,
+    read_tree_rows,
+    write_tree_rows,
+)
+from irminsul.store_metrics import StoreMetrics
+from irminsul.store_owner import Owner, open_owner
+from irminsul.store_record import PageRecord, StoredObjectError, decode_rows
+from irminsul.store_transfer import fits_pool, start_gather, write_pages
+from irminsul.store_writer import DeleteJob, Place, WriteBehind, WriteJob
+
+
+class StoreWriteError(RuntimeError):
+    """Pages could not be written to, or deleted from, the key-value store."""
+
+
+class Store:
+    """The tiers of one cache. Used by one thread; writing has a thread of its own."""
+
+    def __init__(
+        self,
+        store: str | tensorstore.KvStore,
+        model: Any,
+        config: CacheConfig,
+        *,
+        write: bool = True,
+        host_bytes: int = 2**30,
+        max_pages: int = 2**16,
+        batch_pages: int = 16,
+        queued_batches: int = 8,
+    ):
+        """Opens a store.
+
+        Args:
+          store: a URL that tensorstore knows (``file:///folder/``, ``gs://``, ``s3://``), or an open ``KvStore``.
+          model, config: of the cache whose pages come and go; rows of any other are skipped.
+          write: whether this process is the one that writes.
+          host_bytes: host memory for the rows of recently used pages.
+          max_pages: capacity; beyond it the pages unused for longest are deleted.
+          batch_pages: pages moved between device and host at once.
+          queued_batches: batches that may wait to be written before ``keep`` waits for them.
+
+        Raises:
+          StoreLockedError: if ``write`` and another process writes this ``file://`` store.
+          ValueError: for an unknown URL, or a size below 1.
+        """
+        for name, value in (("max_pages", max_pages), ("batch_pages", batch_pages), ("queued_batches", queued_batches)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.format = CacheFormat.of(model, config)
+        self.config = config
+        self.metrics = StoreMetrics()
+        self._backend = Backend(store, write=write)
+        self._host = HostTier(host_bytes)
+        self._catalog = Catalog(config, max_pages)
+        self._writer = WriteBehind(self._backend, self._host, self.metrics, queued_batches)
+        self._batch_pages = batch_pages
+        self._owners: dict[bytes, Owner] = {}
+        self._names = PoolNames()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Writes what is queued and lets another process write."""
+        self._writer.close()
+        self._backend.close()
+
+    def flush(self) -> None:
+        """Returns when everything kept or deleted so far is durable.
+
+        Raises:
+          StoreWriteError: if the key-value store refused some of it.
+        """
+        self._writer.wait()
+        failed = self._settle_failures()
+        if failed:
+            raise StoreWriteError(f"{len(failed)} pages could not be written or deleted: {failed[0][1]}")
+
+    # Reading ahead of a prompt
+
+    def load(
+        self, cache: ContentCache, key: bytes, tokens: np.ndarray, policy: Policy, new_tokens: int = 0
+    ) -> ContentCache:
+        """Brings the stored pages that ``prefill`` would serve this prompt from into the pool, as far as they fit.
+
+        Takes the cache over, like ``prefill``, unless nothing is to be loaded. ``key`` is that of the request
+        (``prefill.request_key``). A prompt that ``prefill`` would refuse is left to it.
+        """
+        cache.require_alive()
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or not 0 < tokens.size <= cache.config.max_prompt_tokens or tokens.dtype.kind not in "iu":
+            return cache
+        self._settle_failures()
+        self._owner(key)
+        self._catalog.tick()
+        self._names.follow(cache.tree)
+        missing, keep = self._wanted(cache, key, tokens.astype(np.int32), policy, new_tokens)
+        if not missing:
+            return cache
+        return self._fetch(cache, key, missing, keep)
+
+    def _wanted(
+        self, cache: ContentCache, key: bytes, tokens: np.ndarray, policy: Policy, new_tokens: int
+    ) -> tuple[list[Entry], np.ndarray]:
+        """Stored pages to load, in prompt order, and the pages of the pool that must stay (``bool [N]``).
+
+        Loaded is what a plan over the catalog reads where a plan over the pool has nothing as good.
+        """
+        catalog, config, tree = self._catalog, cache.config, cache.tree
+        owner = catalog.owner(key)
+        if not (catalog.tree.namespace == owner).any():
+            return [], cache.in_flight > 0
+        content = read_content(tokens, config.chunking, key)
+        window, limit = config.chunking.anchor_window, config.planned_entries
+        _, pool_owner = open_namespace(cache, key)
+        pooled = plan_prompt(tree, cache.registry, content, pool_owner, policy, window, limit)
+        stored = plan_prompt(catalog.tree, catalog.cache.registry, content, owner, policy, window, limit)
+        entries = [catalog.at(slot) for slot in better_pages(stored, pooled)]
+        catalog.touch([entry.slot for entry in entries])
+        self._adopt(tree, entries)
+        keep = pages_in_use(tree, pooled) | (cache.in_flight > 0)
+        keep[[page for entry in entries if (page := self._names.page(entry.name, tree)) is not None]] = True
+        missing = [entry for entry in entries if self._names.page(entry.name, tree) is None]
+        fresh = len(place(catalog.tree, stored, rotate=policy.rotate, extra_tokens=new_tokens).fresh)
+        room = max(0, tree.num_pages - int(keep.sum()) - fresh)
+        self._miss("room", len(missing[room:]))
+        return missing[:room], keep
+
+    def _fetch(self, cache: ContentCache, key: bytes, entries: list[Entry], keep: np.ndarray) -> ContentCache:
+        """Reads pages batch by batch, the next while one is on its way to the device, and hands them to the pool."""
+        pages = free_pages(cache.tree, len(entries), keep)
+        self._miss("room", len(entries) - len(pages))
+        cache, owner = open_namespace(cache, key)
+        cache.tree.clock[...] = cache.clock + 1
+        cache = dataclasses.replace(cache, clock=cache.clock + 1)
+        for page in pages[cache.tree.namespace[pages] != FREE].tolist():
+            page_tree.release(cache.tree, page)
+        size = self._batch_pages
+        batches = [entries[at : min(at + size, len(pages))] for at in range(0, len(pages), size)]
+        reading = self._start_reading(batches[0]) if batches else {}
+        for index, batch in enumerate(batches):
+            ready, reading = reading, self._start_reading(batches[index + 1]) if index + 1 < len(batches) else {}
+            rows = [self._rows(entry, ready[entry.name], cache.pool) for entry in batch]
+            found = [
+                (page, entry, values)
+                for page, entry, values in zip(pages[index * size :].tolist(), batch, rows, strict=False)
+                if values is not None
+            ]
+            if cache.pool is not None:
+                targets, contents = [page for page, *_ in found], [values for *_, values in found]
+                cache = dataclasses.replace(cache, pool=write_pages(cache.pool, targets, contents, size))
+            for page, entry, _ in found:
+                self._join_tree(cache, entry, page, owner)
+        return cache
+
+    def _start_reading(self, entries: list[Entry]) -> dict[str, Any]:
+        """For each page its rows, where host memory has them, or else a future of its object."""
+        started: dict[str, Any] = {}
+        for entry in entries:
+            rows = self._host.get(entry.name)
+            if rows is None:
+                rows = self._writer.pending_rows(entry.name)
+            started[entry.name] = self._backend.start_read(self._place(entry).rows_key) if rows is None else rows
+        return started
+
+    def _rows(self, entry: Entry, source: Any, pool: Any) -> Mapping[str, np.ndarray] | None:
+        """The checked rows of a page; None, with a reason counted and the page struck off, where they are not."""
+        if isinstance(source, Mapping):
+            self.metrics.host_hits += 1
+            return source
+        try:
+            data = self._backend.finish_read(source)
+            if data is None:
+                raise StoredObjectError("missing", f"no rows under the name {entry.name}")
+            rows = decode_rows(data, entry.name, entry.record.owner)
+            if not fits_pool(pool, rows, entry.record.fill):
+                raise StoredObjectError("format", f"rows of {entry.name} are not those of this pool")
+        except StoredObjectError as error:
+            self._miss(error.reason)
+            self._strike(entry)
+            return None
+        self.metrics.stored_hits += 1
+        self.metrics.bytes_read += len(data)
+        self._host.put(entry.name, rows)
+        return rows
+
+    def _join_tree(self, cache: ContentCache, entry: Entry, page: int, owner: int) -> None:
+        """Gives a free page of the pool to a stored one: behind its parent where that is in the pool, else without."""
+        tree = cache.tree
+        write_tree_rows(tree, page, entry.record, owner)
+        page_tree.attach(tree, page, self._parent_in_pool(entry, tree), entry.record.parent_end)
+        tree.last_used[page] = cache.clock
+        add_hints(cache, page, entry.record, cache.clock)
+        self._names.remember(page, entry.name, tree)
+
+    def _adopt(self, tree: PageTree, entries: Iterable[Entry]) -> None:
+        """Links pages of the pool that lost their left context to it again, where it has come back."""
+        for entry in entries:
+            page = self._names.page(entry.name, tree)
+            if page is not None and tree.parent[page] == ORPHAN:
+                parent = self._parent_in_pool(entry, tree)
+                if parent != ORPHAN:
+                    page_tree.attach(tree, page, parent, entry.record.parent_end)
+
+    def _parent_in_pool(self, entry: Entry, tree: PageTree) -> int:
+        parent = int(self._catalog.tree.parent[entry.slot])
+        if parent < 0:
+            return parent
+        page = self._names.page(self._catalog.at(parent).name, tree)
+        return ORPHAN if page is None else page
+
+    # Writing behind a request
+
+    def keep(self, cache: ContentCache, request: Request, generated: np.ndarray | None = None) -> None:
+        """Queues the pages a request wrote, after ``prefill.complete``; the cache stays as it is.
+
+        ``generated`` as given to ``complete``. In a process that does not write, pages only learn their names, by which
+        stored ones find their parents.
+        """
+        cache.require_alive()
+        self._settle_failures()
+        content = request.plan.content
+        if generated is not None and len(generated):
+            content = extend_content(content, np.asarray(generated, np.int32), cache.config.chunking, request.key)
+        owner, tree = self._owner(request.key), cache.tree
+        self._catalog.tick()
+        self._names.follow(tree)
+        fresh: list[tuple[int, PageRecord]] = []
+        for page in request.pages.tolist():
+            if tree.namespace[page] == FREE or self._names.name(page, tree) is not None:
+                continue  # given back, or the pages of a request that was kept before
+            rows = read_tree_rows(tree, page)
+            begin = int(tree.base_position[page])
+            record = PageRecord(
+                owner=owner.digest,
+                parent=parent_name(int(tree.parent[page]), self._names.name(int(tree.parent[page]), tree)),
+                parent_end=int(tree.parent_end[page]),
+                base_position=begin,
+                row_arrays=rows,
+                hints=hints_of_rows(content, begin, rows["pure"]),
+            )
+            self._names.remember(page, record.name, tree)
+            fresh.append((page, record))
+        if self._backend.write_allowed:
+            self._write(cache, owner, fresh)
+
+    def _write(self, cache: ContentCache, owner: Owner, fresh: list[tuple[int, PageRecord]]) -> None:
+        """Files pages in the catalog and queues them batch by batch, making room first."""
+        new = {record.name: (page, record) for page, record in fresh if record.name not in self._catalog.entries}
+        index = self._catalog.owner(owner.key)
+        jobs: list[tuple[int, str, PageRecord]] = []
+        superseded: list[Entry] = []
+        for name, (page, record) in new.items():
+            if self._catalog.is_full() and not self._displace():
+                break  # this request alone fills the catalog
+            entry = self._catalog.add(name, record, index)
+            superseded += self._catalog.superseded_by(entry)
+            jobs.append((page, name, record))
+        for at in range(0, len(jobs), self._batch_pages):
+            pages, names, records = zip(*jobs[at : at + self._batch_pages], strict=True)
+            places = [owner.place(name) for name in names]
+            gathered = start_gather(cache.pool, pages, self._batch_pages)
+            self._writer.put(WriteJob(list(names), list(records), places, gathered))
+        self._delete([entry for entry in superseded if entry.name in self._catalog.entries])
+
+    def _displace(self) -> bool:
+        """Deletes a batch of the pages unused for longest; false if all were used in this step."""
+        entries = self._catalog.oldest(self._batch_pages)
+        self.metrics.displaced += len(entries)
+        self._delete(entries)
+        return bool(entries)
+
+    # Deleting
+
+    def delete(self, names: Iterable[str]) -> int:
+        """Deletes stored pages by name; returns how many there were. Durable after ``flush``.
+
+        Raises:
+          PermissionError: in a process that does not write.
+        """
+        if not self._backend.write_allowed:
+            raise PermissionError(f"store {self._backend.url} was opened with write=False; delete where it is written")
+        entries = [self._catalog.entries[name] for name in names if name in self._catalog.entries]
+        self.metrics.deleted += len(entries)
+        self._delete(entries)
+        return len(entries)
+
+    def _delete(self, entries: Sequence[Entry]) -> None:
+        if entries:
+            self._writer.put(DeleteJob([entry.name for entry in entries], [self._place(entry) for entry in entries]))
+        for entry in entries:
+            self._catalog.remove(entry.name)
+
+    def _strike(self, entry: Entry) -> None:
+        """Takes a page out of the catalog whose object cannot be served; whoever writes deletes it too."""
+        if self._backend.write_allowed:
+            self._delete([entry])
+        else:
+            self._catalog.remove(entry.name)
+            self._host.drop(entry.name)
+
+    def _settle_failures(self) -> list[tuple[str, Exception]]:
+        """Takes pages that could not be written out of the catalog."""
+        failed = self._writer.take_failures()
+        self.metrics.write_failures += len(failed)
+        for name, _ in failed:
+            if name in self._catalog.entries:
+                self._catalog.remove(name)
+        return failed
+
+    # Owners
+
+    def refresh(self, key: bytes) -> None:
+        """Looks again at what is stored for a key: for readers, what the writer has added or deleted since."""
+        owner = self._owners.pop(key, None)
+        if owner is not None:
+            held = [name for name, entry in self._catalog.entries.items() if entry.record.owner == owner.digest]
+            for name in held:
+                self._catalog.remove(name)
+                if not self._backend.write_allowed:
+                    self._host.drop(name)
+        self._owner(key)
+
+    def _owner(self, key: bytes) -> Owner:
+        """The owner of a key; on first sight its records are read."""
+        if key not in self._owners:
+            self._owners[key] = open_owner(self._backend, self._catalog, self.metrics, key, self.format)
+        return self._owners[key]
+
+    def _place(self, entry: Entry) -> Place:
+        key = self._catalog.cache.namespaces[self._catalog.tree.namespace[entry.slot]]
+        return self._owners[key].place(entry.name)
+
+    def _miss(self, reason: str, count: int = 1) -> None:
+        if count:
+            self.metrics.misses[reason] += count
+
+
+def better_pages(stored: ReusePlan, pooled: ReusePlan) -> list[int]:
+    """Pages of the catalog that a plan over it reads where the plan over the pool has nothing as good, in prompt
+    order."""
+    reused = np.isin(pooled.bin_of_token, (EXACT, SHIFTED))
+    exact_end = sum(span.end for span in pooled.spans if span.exact)
+    slots: dict[int, None] = {}
+    for span in stored.spans:
+        if span.exact and span.end <= exact_end:
+            continue
+        for piece in span.pieces:
+            if span.exact or not reused[piece.position : piece.position + piece.row_end - piece.row_begin].all():
+                slots[piece.page] = None
+    return list(slots)
+
+
+def free_pages(tree: PageTree, count: int, keep: np.ndarray) -> np.ndarray:
+    """Up to ``count`` pages of the pool to load into: free ones first, then those unused for longest."""
+    free = np.flatnonzero(tree.namespace == FREE)[:count]
+    return np.concatenate([free, page_tree.pages_to_evict(tree, count - len(free), keep)])

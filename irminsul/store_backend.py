@@ -1,0 +1,145 @@
+"""Where stored bytes lie: a tensorstore key-value store under any URL, one writer, and host memory in front of it.
+
+``file://`` (also ``memory://``, ``gs://``, ``s3://``; google.github.io/tensorstore/kvstore) writes each object to a
+temporary file and renames it, so an object is there in full or not at all. What a single object cannot give, order
+gives: rows are durable before the record that leads to them is written, and a record is gone before its rows are.
+
+One process writes. For ``file://`` that is enforced by a lock on ``writer.lock``, which ends with the process however
+it ends. Remote stores have no such lock: names are those of the content, so two writers would write equal bytes under
+equal names, but a page forgotten by one could be written again by the other; let one process write.
+"""
+
+import fcntl
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from irminsul.store_record import StoredObjectError
+
+LOCK_NAME = "writer.lock"
+
+
+class StoreLockedError(RuntimeError):
+    """Another process writes this store."""
+
+
+class Backend:
+    """A key-value store opened for reading, or for reading and writing."""
+
+    def __init__(self, store: str | tensorstore.KvStore, *, write: bool):
+        """Opens a URL (a folder is ``file:///path/``) or takes an open tensorstore ``KvStore``.
+
+        Raises:
+          ValueError: for a URL tensorstore does not know.
+          StoreLockedError: if ``write`` and another process writes a ``file://`` store.
+        """
+        if isinstance(store, str):
+            if not store.endswith("/"):
+                store += "/"
+            store = tensorstore.KvStore.open(store).result()
+        self._kv = store
+        self.write_allowed = write
+        self._lock: int | None = None
+        spec = store.spec().to_json()
+        if write and spec.get("driver") == "file":
+            self._lock = _lock_folder(spec["path"])
+
+    @property
+    def url(self) -> str:
+        return self._kv.url
+
+    def start_read(self, key: str) -> Any:
+        """Starts reading an object, for ``finish_read``."""
+        return self._kv.read(key)
+
+    def finish_read(self, future: Any) -> bytes | None:
+        """The object, or None where there is none.
+
+        Raises:
+          StoredObjectError: "unreadable", whatever a remote store says.
+        """
+        try:
+            answer = future.result()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StoredObjectError("unreadable", f"object cannot be read: {error}") from error
+        return answer.value if answer.state == "value" else None
+
+    def write(self, objects: Mapping[str, bytes]) -> None:
+        """Writes objects together and returns when all are durable."""
+        for future in [self._kv.write(key, value) for key, value in objects.items()]:
+            future.result()
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects together and returns when all are gone; missing ones are no error."""
+        for future in [self._kv.write(key, None) for key in keys]:
+            future.result()
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys that begin with ``prefix``."""
+        first = prefix.encode()
+        last = first[:-1] + bytes([first[-1] + 1])
+        return [key.decode() for key in self._kv.list(tensorstore.KvStore.KeyRange(first, last)).result()]
+
+    def close(self) -> None:
+        """Lets another process write."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _lock_folder(folder: str) -> int:
+    os.makedirs(folder, exist_ok=True)
+    handle = os.open(os.path.join(folder, LOCK_NAME), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        raise StoreLockedError(
+            f"{folder} is written by another process; open it with write=False to read it"
+        ) from error
+    return handle
+
+
+class HostTier:
+    """The rows of the most recently used pages in host memory, up to ``capacity`` bytes. Safe across threads."""
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._pages: OrderedDict[str, Mapping[str, np.ndarray]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def get(self, name: str) -> Mapping[str, np.ndarray] | None:
+        """The rows of a page, or None."""
+        with self._lock:
+            if name in self._pages:
+                self._pages.move_to_end(name)
+            return self._pages.get(name)
+
+    def put(self, name: str, rows: Mapping[str, np.ndarray]) -> None:
+        """Keeps the rows of a page, at the expense of those unused for longest."""
+        self.drop(name)
+        size = _nbytes(rows)
+        if size > self._capacity:
+            return
+        with self._lock:
+            self._pages[name] = rows
+            self.nbytes += size
+            while self.nbytes > self._capacity:
+                _, oldest = self._pages.popitem(last=False)
+                self.nbytes -= _nbytes(oldest)
+
+    def drop(self, name: str) -> None:
+        """Forgets a page."""
+        with self._lock:
+            rows = self._pages.pop(name, None)
+            self.nbytes -= 0 if rows is None else _nbytes(rows)
+
+
+def _nbytes(rows: Mapping[str, np.ndarray]) -> int:
+    return sum(array.nbytes for array in rows.values())

@@ -1,0 +1,212 @@
+"""What a store holds, in host memory: a page tree and hints as in the cache, over stored pages instead of pool pages.
+
+Because it has the form of a cache without rows, the question "which stored pages would serve this prompt" is the plan
+of the prompt over this tree, with the same exact prefixes, shifted spans and token-by-token verification.
+"""
+
+import dataclasses
+import weakref
+from typing import Any
+
+import numpy as np
+
+from irminsul import page_tree, registry
+from irminsul.cache import CacheConfig, ContentCache, new_cache, open_namespace
+from irminsul.page_tree import FREE, ORPHAN, ROOT, PageTree
+from irminsul.plan import ROOT_WINDOW, PromptContent
+from irminsul.store_record import ORPHAN_NAME, ROOT_NAME, Hints, PageRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A stored page: its name, its record, and the slot ``tree`` knows it by."""
+
+    name: str
+    record: PageRecord
+    slot: int
+
+
+class Catalog:
+    """Stored pages by name, by slot of a page tree, and by hint. The tree is that of ``cache``, which has no pool."""
+
+    def __init__(self, config: CacheConfig, max_pages: int):
+        self.cache: ContentCache = new_cache(dataclasses.replace(config, num_pages=max_pages))
+        self.entries: dict[str, Entry] = {}
+        self._entry_of_slot: dict[int, Entry] = {}
+        self._children: dict[str, set[str]] = {}  # by name of the parent, whether it is here or not
+        self._free = list(range(max_pages))[::-1]
+        self._clock = 0
+
+    @property
+    def tree(self) -> PageTree:
+        return self.cache.tree
+
+    def owner(self, key: bytes) -> int:
+        """The index by which pages of a namespace key are marked."""
+        self.cache, index = open_namespace(self.cache, key)
+        return index
+
+    def at(self, slot: int) -> Entry:
+        """The page in a slot."""
+        return self._entry_of_slot[slot]
+
+    def tick(self) -> int:
+        """Starts a step; pages touched from now on count as used later than those before."""
+        self._clock += 1
+        return self._clock
+
+    def touch(self, slots: Any) -> None:
+        """Marks pages as used in this step."""
+        self.tree.last_used[slots] = self._clock
+
+    def is_full(self) -> bool:
+        """Whether a page must go before another can come."""
+        return not self._free
+
+    def oldest(self, count: int) -> list[Entry]:
+        """Up to ``count`` pages to give up: those unused for longest, but none used in this step."""
+        slots = page_tree.pages_to_evict(self.tree, count, self.tree.last_used == self._clock)
+        return [self._entry_of_slot[slot] for slot in slots.tolist()]
+
+    def add(self, name: str, record: PageRecord, owner: int) -> Entry:
+        """Files a page; its parent, and children filed before it, are linked by name. The catalog must not be full."""
+        tree = self.tree
+        slot = self._free.pop()
+        entry = Entry(name, record, slot)
+        write_tree_rows(tree, slot, record, owner)
+        tree.last_used[slot] = self._clock
+        page_tree.attach(tree, slot, self._slot_of_parent(record), record.parent_end)
+        add_hints(self.cache, slot, record, self._clock)
+        self.entries[name], self._entry_of_slot[slot] = entry, entry
+        self._children.setdefault(record.parent, set()).add(name)
+        for child in self._children.get(name, ()):
+            link = self.entries[child]
+            page_tree.attach(tree, link.slot, slot, link.record.parent_end)
+        return entry
+
+    def remove(self, name: str) -> Entry:
+        """Takes a page out; its children lose their left context until it comes back."""
+        entry = self.entries.pop(name)
+        del self._entry_of_slot[entry.slot]
+        siblings = self._children[entry.record.parent]
+        siblings.discard(name)
+        if not siblings:
+            del self._children[entry.record.parent]
+        page_tree.release(self.tree, entry.slot)
+        self._free.append(entry.slot)
+        return entry
+
+    def superseded_by(self, entry: Entry) -> list[Entry]:
+        """Pages that say nothing beyond what ``entry`` says, and that no page hangs on."""
+        record, found = entry.record, []
+        for name in self._children[record.parent]:
+            other = self.entries[name].record
+            fill = other.fill
+            if (
+                name != entry.name
+                and fill <= record.fill
+                and (other.parent_end, other.base_position) == (record.parent_end, record.base_position)
+                and not self._children.get(name)
+                and record.parent != ORPHAN_NAME
+                and np.array_equal(other.row_arrays["tokens"], record.row_arrays["tokens"][:fill])
+                and (other.row_arrays["pure"] <= record.row_arrays["pure"][:fill]).all()
+            ):
+                found.append(self.entries[name])
+        return found
+
+    def _slot_of_parent(self, record: PageRecord) -> int:
+        if record.parent == ROOT_NAME:
+            return ROOT
+        return self.entries[record.parent].slot if record.parent in self.entries else ORPHAN
+
+
+class PoolNames:
+    """Which page of the pool holds which stored page, for one page tree; a page that changed hands has no name."""
+
+    def __init__(self) -> None:
+        self._page_of_name: dict[str, int] = {}
+        self._name_of_page: dict[int, tuple[int, str]] = {}  # serial and name
+        self._tokens: Any = lambda: None
+
+    def follow(self, tree: PageTree) -> None:
+        """Forgets all names if ``tree`` is another one than before."""
+        if self._tokens() is not tree.tokens:
+            self._page_of_name, self._name_of_page = {}, {}
+            self._tokens = weakref.ref(tree.tokens)
+
+    def remember(self, page: int, name: str, tree: PageTree) -> None:
+        """Notes that ``page`` holds the page ``name``."""
+        self._page_of_name[name], self._name_of_page[page] = page, (int(tree.serial[page]), name)
+
+    def name(self, page: int, tree: PageTree) -> str | None:
+        """The name of a page of the pool, if it has one since it last changed hands."""
+        serial, name = self._name_of_page.get(page, (-1, ""))
+        return name if page >= 0 and serial == tree.serial[page] and tree.namespace[page] != FREE else None
+
+    def page(self, name: str, tree: PageTree) -> int | None:
+        """The page of the pool that holds a stored page."""
+        page = self._page_of_name.get(name, -1)
+        return page if self.name(page, tree) == name else None
+
+
+def row_array_names(tree: PageTree) -> list[str]:
+    """Fields of a page tree that hold one value a row, whichever they are."""
+    names = [field.name for field in dataclasses.fields(tree)]
+    return [name for name in names if getattr(tree, name).ndim == 2]
+
+
+def read_tree_rows(tree: PageTree, page: int) -> dict[str, np.ndarray]:
+    """What the tree says of the filled rows of a page, copied."""
+    return {name: getattr(tree, name)[page, : tree.fill[page]].copy() for name in row_array_names(tree)}
+
+
+def write_tree_rows(tree: PageTree, page: int, record: PageRecord, owner: int) -> None:
+    """Hands a free ``page`` to a stored one, in place. Where it hangs in the tree is the caller's business.
+
+    What a record does not know of its rows stays as it is in a free page.
+    """
+    fill = record.fill
+    tree.tokens[page] = -1
+    for name in row_array_names(tree):
+        if name in record.row_arrays:
+            getattr(tree, name)[page, :fill] = record.row_arrays[name]
+    tree.fill[page] = fill
+    tree.base_position[page] = record.base_position
+    tree.namespace[page] = owner
+
+
+def add_hints(cache: ContentCache, page: int, record: PageRecord, clock: int) -> None:
+    """Makes the rows of a stored page findable in ``page`` of a cache."""
+    for table, hints in record.hints.items():
+        pages = np.full(len(hints.keys), page, np.int32)
+        registry.insert(
+            getattr(cache.registry, table), cache.tree, hints.keys, pages, hints.row_ends.astype(np.int32), clock
+        )
+
+
+def parent_name(parent: int, name_of_page: str | None) -> str:
+    """How a record names a parent link of a tree; ``name_of_page`` is the stored name of ``parent``, if it has one."""
+    if parent == ROOT:
+        return ROOT_NAME
+    return name_of_page if parent >= 0 and name_of_page is not None else ORPHAN_NAME
+
+
+def hints_of_rows(content: PromptContent, begin: int, pure: np.ndarray) -> dict[str, Hints]:
+    """The fingerprints of a sequence that end in the rows of one of its pages, whose first row holds token ``begin``.
+
+    ``pure [fill]``: only what ends in a pure row can be part of an exact prefix.
+    """
+
+    def ending_here(ends: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        here = (ends > begin) & (ends <= begin + len(pure))
+        return keys[here], (ends[here] - begin).astype(np.int32)
+
+    anchors = ending_here(content.anchor_ends, content.anchor_fingerprints)
+    chunks = ending_here(content.chunk_ends, content.chunk_fingerprints)
+    ends = np.concatenate([content.chunk_ends, [ROOT_WINDOW]])
+    keys, row_ends = ending_here(ends, np.concatenate([content.chain_fingerprints, [content.root_fingerprint]]))
+    exact = pure[row_ends - 1]
+    return {
+        "content": Hints(*(np.concatenate(parts) for parts in zip(anchors, chunks, strict=True))),
+        "chain": Hints(keys[exact], row_ends[exact]),
+    }
