@@ -44,11 +44,12 @@ def decode_step(
         write_page=batch.write_page,
         write_row=batch.write_row,
         write_position=batch.position,
+        dependence=pool.empty_profiles(requests),
         storage=storage,
     )
     hidden, view = model.forward(batch.token, batch.position, view)
     logits = model.unembed(hidden)
-    return sample(logits, sampling, batch.position + 1), logits, view.pool
+    return sample(logits, sampling, batch.position + 1), logits, view.finished_pool()
 
 
 @dataclasses.dataclass

@@ -9,33 +9,45 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from irminsul.dependence import DEPENDENCE_DTYPE, DISTANCES
+
 
 @struct.dataclass
 class LatentPool:
-    """Rows of every layer: for MLA ``c_kv`` and ``k_r``, for GQA values and keys (``latent`` and ``rope`` in turn)."""
+    """Rows of every layer: for MLA ``c_kv`` and ``k_r``, for GQA values and keys (``latent`` and ``rope`` in turn).
+
+    ``dependence`` says of each token how far left its attention went when its rows were computed (``dependence.py``);
+    None where the cache does not keep it. The second axis of every array counts pages.
+    """
 
     latent_pages: Float[Array, "L N G C"]
     rope_pages: Float[Array, "L N G R"]
+    dependence: Float[Array, "K N G"] | None = None
 
     @property
     def num_pages(self) -> int:
         return self.latent_pages.shape[1]
 
+    def empty_profiles(self, tokens: int) -> Float[Array, "M K"] | None:
+        """Dependence of tokens about to be computed: nothing seen yet; None where it is not kept."""
+        return None if self.dependence is None else jnp.zeros((tokens, len(DISTANCES)), jnp.float32)
+
     @property
     def nbytes(self) -> int:
-        return self.latent_pages.nbytes + self.rope_pages.nbytes
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def is_deleted(self) -> bool:
         """Whether a step has taken the arrays over."""
-        return self.latent_pages.is_deleted() or self.rope_pages.is_deleted()
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self))
 
 
-def new_pool(row_format: Any, num_pages: int, page_size: int, dtype: Any) -> LatentPool:
+def new_pool(row_format: Any, num_pages: int, page_size: int, dtype: Any, *, dependence: bool = False) -> LatentPool:
     """An empty pool for rows of ``row_format`` (``num_layers``, ``latent_width``, ``rope_width``)."""
     shape = (row_format.num_layers, num_pages, page_size)
     return LatentPool(
         latent_pages=jnp.zeros((*shape, row_format.latent_width), dtype),
         rope_pages=jnp.zeros((*shape, row_format.rope_width), dtype),
+        dependence=jnp.zeros((len(DISTANCES), *shape[1:]), DEPENDENCE_DTYPE) if dependence else None,
     )
 
 
@@ -44,12 +56,11 @@ def copy_pages(
 ) -> LatentPool:
     """Copies pages ``source[i]`` to ``target[i]`` in all layers for ``i < count``, one page of temporary memory."""
 
-    def copy_one(index: Int[Array, ""], pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        return tuple(
-            lax.dynamic_update_slice_in_dim(
-                array, lax.dynamic_slice_in_dim(array, source[index], 1, axis=1), target[index], axis=1
-            )
-            for array in pages
-        )
+    def copy_one(index: Int[Array, ""], pool: LatentPool) -> LatentPool:
+        def copy(array: Array) -> Array:
+            page = lax.dynamic_slice_in_dim(array, source[index], 1, axis=1)
+            return lax.dynamic_update_slice_in_dim(array, page, target[index], axis=1)
 
-    return LatentPool(*lax.fori_loop(0, count, copy_one, (pool.latent_pages, pool.rope_pages)))
+        return jax.tree.map(copy, pool)
+
+    return lax.fori_loop(0, count, copy_one, pool)

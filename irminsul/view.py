@@ -11,11 +11,15 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from irminsul.dependence import DISTANCES
 from irminsul.pool import LatentPool
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
+from pallas_kernels.rotated_grouped_attention.reference import rotated_grouped_attention_with_reach
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, rotated_latent_attention
+from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention_with_reach
+from pallas_kernels.rotated_latent_attention.reference import rotated_latent_attention_with_reach
 
 Form = Literal["absorbed", "expanded"]
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
@@ -35,6 +39,8 @@ class PagedView:
       form: MLA attention ``absorbed`` (scores in the latent space) or ``expanded`` (keys projected up; one request).
       storage: ``base`` or ``unrotated`` keys.
       implementation: of the attention op, None for the fastest.
+      dependence: the share of attention beyond each of ``dependence.DISTANCES``, the largest over heads and the layers
+        so far; None if it is not measured.
     """
 
     pool: LatentPool
@@ -44,6 +50,7 @@ class PagedView:
     write_page: Int[Array, " M"]
     write_row: Int[Array, " M"]
     write_position: Int[Array, " M"]
+    dependence: Float[Array, "M K"] | None = None
     form: Form = struct.field(pytree_node=False, default="absorbed")
     storage: Storage = struct.field(pytree_node=False, default="base")
     implementation: Implementation | None = struct.field(pytree_node=False, default=None)
@@ -64,16 +71,26 @@ class PagedView:
         view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
         pages = (view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary)
         if self.form == "expanded":
+            operands = (q_nope, q_rope, self.query_position, *pages, w_uk, w_uv)
+            if self._measures:
+                out, _, reach = expanded_latent_attention_with_reach(
+                    *operands, scale=scale, storage=self.storage, distances=DISTANCES
+                )
+                return out, view._with_reach(reach)
             out, _ = expanded_latent_attention(
-                q_nope, q_rope, self.query_position, *pages, w_uk, w_uv,
-                scale=scale, storage=self.storage, implementation=self.implementation,
-            )  # fmt: skip
+                *operands, scale=scale, storage=self.storage, implementation=self.implementation
+            )
             return out, view
-        q_latent = jnp.einsum("MHK,HKC->MHC", q_nope, w_uk)
-        out, _ = rotated_latent_attention(
-            q_latent, q_rope, self.query_position, self.query_offsets, *pages,
-            scale=scale, storage=self.storage, implementation=self.implementation,
-        )  # fmt: skip
+        absorbed = (jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, self.query_position, self.query_offsets, *pages)
+        if self._measures:
+            out, _, reach = rotated_latent_attention_with_reach(
+                *absorbed, scale=scale, storage=self.storage, distances=DISTANCES
+            )
+            view = view._with_reach(reach)
+        else:
+            out, _ = rotated_latent_attention(
+                *absorbed, scale=scale, storage=self.storage, implementation=self.implementation
+            )
         return jnp.einsum("MHC,HCV->MHV", out, w_uv), view
 
     def attend_grouped(
@@ -89,20 +106,56 @@ class PagedView:
         tokens, key_heads, _ = key.shape
         stored = self._stored_key(key, rotary)
         view = self._write(layer, value.reshape(tokens, -1), stored.reshape(tokens, -1))
+        operands = (
+            query,
+            self.query_position,
+            self.query_offsets,
+            view.pool.latent_pages,
+            view.pool.rope_pages,
+            layer,
+            view.page_table,
+            rotary,
+        )
+        if self._measures:
+            out, _, reach = rotated_grouped_attention_with_reach(
+                *operands, key_heads=key_heads, scale=scale, storage=self.storage, distances=DISTANCES
+            )
+            return out, view._with_reach(reach)
         out, _ = rotated_grouped_attention(
-            query, self.query_position, self.query_offsets,
-            view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary,
-            key_heads=key_heads, scale=scale, storage=self.storage, implementation=self.implementation,
-        )  # fmt: skip
+            *operands, key_heads=key_heads, scale=scale, storage=self.storage, implementation=self.implementation
+        )
         return out, view
+
+    def finished_pool(self) -> LatentPool:
+        """The pool after the last layer, with what was measured on the way."""
+        if self.dependence is None:
+            return self.pool
+        assert self.pool.dependence is not None
+        profile = self.dependence.T.astype(self.pool.dependence.dtype)
+        stored = self.pool.dependence.at[:, self.write_page, self.write_row].set(profile, mode="drop")
+        return dataclasses.replace(self.pool, dependence=stored)
+
+    @property
+    def _measures(self) -> bool:
+        if self.dependence is not None and self.implementation not in (None, "xla"):
+            raise NotImplementedError(
+                f"implementation={self.implementation!r} does not measure how far attention reaches; use "
+                "implementation='xla', or a cache with dependence=False"
+            )
+        return self.dependence is not None
+
+    def _with_reach(self, reach: Float[Array, "M H K"]) -> "PagedView":
+        assert self.dependence is not None
+        return dataclasses.replace(self, dependence=jnp.maximum(self.dependence, jnp.max(reach, axis=1)))
 
     def _stored_key(self, key: Float[Array, "M *heads R"], rotary: RotaryTable) -> Float[Array, "M *heads R"]:
         return rotate(key, self.write_position, rotary) if self.storage == "base" else key
 
     def _write(self, layer: Int[Array, ""], latent: Float[Array, "M C"], rope: Float[Array, "M R"]) -> "PagedView":
         at = (layer, self.write_page, self.write_row)
-        pool = LatentPool(
-            self.pool.latent_pages.at[at].set(latent.astype(self.pool.latent_pages.dtype), mode="drop"),
-            self.pool.rope_pages.at[at].set(rope.astype(self.pool.rope_pages.dtype), mode="drop"),
+        pool = dataclasses.replace(
+            self.pool,
+            latent_pages=self.pool.latent_pages.at[at].set(latent.astype(self.pool.latent_pages.dtype), mode="drop"),
+            rope_pages=self.pool.rope_pages.at[at].set(rope.astype(self.pool.rope_pages.dtype), mode="drop"),
         )
         return dataclasses.replace(self, pool=pool)

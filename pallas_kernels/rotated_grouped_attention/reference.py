@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_reach import Distances, share, weight_beyond
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 
@@ -31,6 +32,39 @@ def rotated_grouped_attention(
     storage: Storage = "base",
 ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
     """See ``api.rotated_grouped_attention``."""
+    out, lse, _ = rotated_grouped_attention_with_reach(
+        query,
+        query_position,
+        query_offsets,
+        value_pages,
+        key_pages,
+        layer,
+        page_table,
+        rotary,
+        key_heads=key_heads,
+        scale=scale,
+        storage=storage,
+        distances=(),
+    )
+    return out, lse
+
+
+def rotated_grouped_attention_with_reach(
+    query: Float[Array, "M H D"],
+    query_position: Int[Array, " M"],
+    query_offsets: Int[Array, " B1"],
+    value_pages: Float[Array, "L N G JD"],
+    key_pages: Float[Array, "L N G JD"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    *,
+    key_heads: int,
+    scale: float,
+    storage: Storage = "base",
+    distances: Distances,
+) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"]]:
+    """``rotated_grouped_attention``, and the share of weight beyond ``distances``; see ``attention_reach``."""
     tokens, heads, width = query.shape
     grouped = query.astype(jnp.float32).reshape(tokens, key_heads, heads // key_heads, width)
     requests, entries = page_table.page_id.shape
@@ -52,7 +86,11 @@ def rotated_grouped_attention(
                 key_pages, value_pages, layer, part, last_position, rotary, key_heads, storage
             )
             visible = mine[:, None] & (position[None] <= query_position[:, None])
-            return _accumulate(carry, grouped, key, value, visible, scale)
+            *softmax, weights, kept = _accumulate(carry[:3], grouped, key, value, visible, scale)
+            if not distances:
+                return *softmax, carry[3]
+            far = weight_beyond("MJQN,MNK->MJQK", weights, query_position, position, distances)
+            return *softmax, kept[..., None] * carry[3] + far
 
         attended = jax.lax.fori_loop(0, -(-used // ENTRIES_PER_STEP), attend_step, carry)
         # Weights of other requests' queries are 0, but 0 times a row that went wrong is not: keep it to its request.
@@ -64,12 +102,14 @@ def rotated_grouped_attention(
         jnp.full(grouped.shape[:-1], -jnp.inf, jnp.float32),
         jnp.zeros(grouped.shape[:-1], jnp.float32),
         jnp.zeros(grouped.shape, jnp.float32),
+        jnp.zeros((*grouped.shape[:-1], len(distances)), jnp.float32),
     )
-    largest, total, weighted = jax.lax.fori_loop(0, requests, attend_request, empty)
+    largest, total, weighted, far = jax.lax.fori_loop(0, requests, attend_request, empty)
     seen = total > 0
     out = jnp.where(seen[..., None], weighted / jnp.where(seen, total, 1)[..., None], 0)
     lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
-    return out.reshape(query.shape).astype(query.dtype), lse.reshape(tokens, heads)
+    reach = share(far, total).reshape(tokens, heads, len(distances))
+    return out.reshape(query.shape).astype(query.dtype), lse.reshape(tokens, heads), reach
 
 
 def _gather_rows(
@@ -109,7 +149,10 @@ def _gather_rows(
 
 
 def _accumulate(carry, query, key, value, visible, scale):
-    """One step of the online softmax; ``query [M J Q D]``, ``key`` and ``value`` ``[K J D]``, ``visible [M K]``."""
+    """One step of the online softmax; ``query [M J Q D]``, ``key`` and ``value`` ``[K J D]``, ``visible [M K]``.
+
+    Returns the next carry, the weights of the step, and the factor by which what was accumulated shrank.
+    """
     largest, total, weighted = carry
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("MJQD,KJD->MJQK", query, key, precision=highest) * scale
@@ -120,4 +163,4 @@ def _accumulate(carry, query, key, value, visible, scale):
     kept = jnp.exp(largest - shift)
     total = kept * total + jnp.sum(weights, axis=-1)
     weighted = kept[..., None] * weighted + jnp.einsum("MJQK,KJD->MJQD", weights, value, precision=highest)
-    return new_largest, total, weighted
+    return new_largest, total, weighted, weights, kept

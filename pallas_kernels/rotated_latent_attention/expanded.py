@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_reach import Distances, share, weight_beyond
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_latent_attention.reference import (
@@ -39,6 +40,43 @@ def expanded_latent_attention(
     pages_per_step: int = PAGES_PER_STEP,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
     """See ``api.expanded_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
+    out, lse, _ = expanded_latent_attention_with_reach(
+        q_nope,
+        q_rope,
+        query_position,
+        latent_pages,
+        rope_pages,
+        layer,
+        page_table,
+        rotary,
+        w_uk,
+        w_uv,
+        scale=scale,
+        storage=storage,
+        pages_per_step=pages_per_step,
+        distances=(),
+    )
+    return out, lse
+
+
+def expanded_latent_attention_with_reach(
+    q_nope: Float[Array, "M H K"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    w_uk: Float[Array, "H K C"],
+    w_uv: Float[Array, "H C V"],
+    *,
+    scale: float,
+    storage: Storage = "base",
+    pages_per_step: int = PAGES_PER_STEP,
+    distances: Distances,
+) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H B"]]:
+    """``expanded_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``."""
     tokens, heads, _ = q_nope.shape
     up_key, up_value = w_uk.astype(jnp.float32), w_uv.astype(jnp.float32)
     query = jnp.concatenate([q_nope, q_rope], axis=-1).astype(jnp.float32).swapaxes(0, 1) * scale
@@ -55,9 +93,17 @@ def expanded_latent_attention(
         scores = matmul("HMK,HKN->HMN", query, jnp.concatenate([key_nope, key_rope], axis=1))
         visible = rows.position[None, :] <= query_position[:, None]
         weights, rescale, softmax = update_softmax(state[0], jnp.where(visible[None], scores, -jnp.inf))
-        return softmax, state[1] * rescale[..., None] + matmul("HMN,HVN->HMV", weights, value)
+        out = state[1] * rescale[..., None] + matmul("HMN,HVN->HMV", weights, value)
+        if not distances:
+            return softmax, out, state[2]
+        far = weight_beyond("HMN,MNK->HMK", weights, query_position, rows.position, distances)
+        return softmax, out, state[2] * rescale[..., None] + far
 
-    start = (empty_softmax((heads, tokens)), jnp.zeros((heads, tokens, w_uv.shape[-1]), jnp.float32))
-    softmax, out = lax.fori_loop(0, steps, step, start)
+    start = (
+        empty_softmax((heads, tokens)),
+        jnp.zeros((heads, tokens, w_uv.shape[-1]), jnp.float32),
+        jnp.zeros((heads, tokens, len(distances)), jnp.float32),
+    )
+    softmax, out, far = lax.fori_loop(0, steps, step, start)
     out, lse = normalise(softmax, out)
-    return out.swapaxes(0, 1).astype(q_nope.dtype), lse.T
+    return out.swapaxes(0, 1).astype(q_nope.dtype), lse.T, share(far, softmax.total).swapaxes(0, 1)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_reach import Distances, share, weight_beyond
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 
@@ -49,6 +50,41 @@ def rotated_latent_attention(
     pages_per_step: int = PAGES_PER_STEP,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
+    out, lse, _ = rotated_latent_attention_with_reach(
+        q_latent,
+        q_rope,
+        query_position,
+        query_offsets,
+        latent_pages,
+        rope_pages,
+        layer,
+        page_table,
+        rotary,
+        scale=scale,
+        storage=storage,
+        pages_per_step=pages_per_step,
+        distances=(),
+    )
+    return out, lse
+
+
+def rotated_latent_attention_with_reach(
+    q_latent: Float[Array, "M H C"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    query_offsets: Int[Array, " B1"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    *,
+    scale: float,
+    storage: Storage = "base",
+    pages_per_step: int = PAGES_PER_STEP,
+    distances: Distances,
+) -> tuple[Float[Array, "M H C"], Float[Array, "M H"], Float[Array, "M H K"]]:
+    """``rotated_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``."""
     tokens, requests = q_latent.shape[0], page_table.page_id.shape[0]
     token = jnp.arange(tokens)
     request = jnp.searchsorted(query_offsets[1:], token, side="right")
@@ -63,14 +99,16 @@ def rotated_latent_attention(
         scale=scale,
         storage=storage,
         pages_per_step=pages_per_step,
+        distances=distances,
     )
     if requests == 1:
-        out, lse = attend(q_latent, q_rope, position, page_table)
+        out, lse, reach = attend(q_latent, q_rope, position, page_table)
     elif tokens <= DECODE_TOKENS_PER_REQUEST * requests:
-        out, lse = _each_token(attend, q_latent, q_rope, position, jnp.minimum(request, requests - 1), page_table)
+        owner = jnp.minimum(request, requests - 1)
+        out, lse, reach = _each_token(attend, q_latent, q_rope, position, owner, page_table)
     else:
-        out, lse = _each_request(attend, q_latent, q_rope, position, query_offsets, page_table)
-    return out.astype(q_latent.dtype), lse
+        out, lse, reach = _each_request(attend, q_latent, q_rope, position, query_offsets, page_table, len(distances))
+    return out.astype(q_latent.dtype), lse, reach
 
 
 def attend_one_table(
@@ -86,8 +124,9 @@ def attend_one_table(
     scale: float,
     storage: Storage,
     pages_per_step: int,
-) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
-    """Queries that share one table. Float32 output and log-sum-exp."""
+    distances: Distances = (),
+) -> tuple[Float[Array, "M H C"], Float[Array, "M H"], Float[Array, "M H K"]]:
+    """Queries that share one table. Float32 output, log-sum-exp and share of weight beyond ``distances``."""
     tokens, heads, width = q_latent.shape
     # Tokens and heads share the keys, so both are rows of one matrix.
     flat_latent = q_latent.reshape(tokens * heads, width).astype(jnp.float32) * scale
@@ -102,11 +141,19 @@ def attend_one_table(
         scores = jnp.where(visible[:, None, :], scores.reshape(tokens, heads, -1), -jnp.inf)
         weights, rescale, softmax = update_softmax(state[0], scores)
         new = matmul("QN,NC->QC", weights.reshape(tokens * heads, -1), rows.latent)
-        return softmax, state[1] * rescale[..., None] + new.reshape(tokens, heads, width)
+        out = state[1] * rescale[..., None] + new.reshape(tokens, heads, width)
+        if not distances:
+            return softmax, out, state[2]
+        far = weight_beyond("MHN,MNK->MHK", weights, position, rows.position, distances)
+        return softmax, out, state[2] * rescale[..., None] + far
 
-    start = (empty_softmax((tokens, heads)), jnp.zeros((tokens, heads, width), jnp.float32))
-    softmax, out = lax.fori_loop(0, steps, step, start)
-    return normalise(softmax, out)
+    start = (
+        empty_softmax((tokens, heads)),
+        jnp.zeros((tokens, heads, width), jnp.float32),
+        jnp.zeros((tokens, heads, len(distances)), jnp.float32),
+    )
+    softmax, out, far = lax.fori_loop(0, steps, step, start)
+    return *normalise(softmax, out), share(far, softmax.total)
 
 
 class Softmax(NamedTuple):
@@ -217,13 +264,12 @@ def _each_token(attend, q_latent, q_rope, position, request, table):
     def one_token(token):
         latent, rope, place, owner = token
         entries = jax.tree.map(lambda field: field[owner][None], table)
-        out, lse = attend(latent[None], rope[None], place[None], entries)
-        return out[0], lse[0]
+        return tuple(result[0] for result in attend(latent[None], rope[None], place[None], entries))
 
     return lax.map(one_token, (q_latent, q_rope, position, request), batch_size=DECODE_TOKENS_AT_ONCE)
 
 
-def _each_request(attend, q_latent, q_rope, position, offsets, table):
+def _each_request(attend, q_latent, q_rope, position, offsets, table, distances):
     """Ragged extends: one request after the other, in blocks of query tokens."""
     tokens, heads, width = q_latent.shape
 
@@ -241,5 +287,9 @@ def _each_request(attend, q_latent, q_rope, position, offsets, table):
         blocks = -(-(offsets[request + 1] - offsets[request]) // RAGGED_BLOCK)
         return lax.fori_loop(0, blocks, one_block, results)
 
-    start = (jnp.zeros((tokens, heads, width), jnp.float32), jnp.full((tokens, heads), -jnp.inf, jnp.float32))
+    start = (
+        jnp.zeros((tokens, heads, width), jnp.float32),
+        jnp.full((tokens, heads), -jnp.inf, jnp.float32),
+        jnp.zeros((tokens, heads, distances), jnp.float32),
+    )
     return lax.fori_loop(0, table.page_id.shape[0], one_request, start)

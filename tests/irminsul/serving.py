@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from irminsul.cache import ContentCache, open_namespace
 from irminsul.plan import EXACT, SHIFTED, ReusePlan, plan_prompt, read_content
 from irminsul.policies import get_policy
-from irminsul.pool import LatentPool
 from irminsul.prefill import PrefillResult, complete, prefill, request_key
 
 
@@ -88,7 +87,8 @@ def poison_all_but(cache: ContentCache, kept: np.ndarray) -> ContentCache:
         pages[:, ~kept] = np.nan
         return jnp.asarray(pages)
 
-    return dataclasses.replace(cache, pool=LatentPool(poison(cache.pool.latent_pages), poison(cache.pool.rope_pages)))
+    pages = {name: poison(getattr(cache.pool, name)) for name in ("latent_pages", "rope_pages")}
+    return dataclasses.replace(cache, pool=dataclasses.replace(cache.pool, **pages))
 
 
 def random_tokens(seed: int, length: int, vocab: int = 211) -> np.ndarray:

@@ -1,0 +1,32 @@
+"""How much a row depends on what stood to its left, kept with it from when it was computed.
+
+A row reused behind another context is wrong by what it took from the old one. What that was is not known until it is
+reused: a span may begin anywhere to the left of the row. So each token keeps a *profile*: for each of ``DISTANCES`` the
+share of its attention that went at least so far left, position 0 (an attention sink) aside, and the largest of it over
+heads and layers. With ``s = d`` the first position inside,
+
+    share = 1 - exp(logaddexp(lse_inside, lse_sink) - lse_total)
+
+A token at ``offset`` behind the beginning of the span it is reused in depends on the context by the share that went
+further than ``offset``, which ``dependence_at`` reads off the profile.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+DISTANCES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+DEPENDENCE_DTYPE = jnp.float16  # of shares between 0 and 1
+
+
+def dependence_at(profile: Float[np.ndarray, "M K"], offset: Int[np.ndarray, " M"]) -> Float[np.ndarray, " M"]:
+    """The share of each token's attention that went further left than ``offset`` tokens.
+
+    Linear in the logarithm of the distance between two of ``DISTANCES``, constant outside them: at the beginning of a
+    span every token looks across its edge, and only what lies further away tells tokens apart.
+    """
+    place = np.interp(np.log2(offset + 1.0), np.log2(DISTANCES), np.arange(len(DISTANCES)))
+    below = np.minimum(place.astype(np.int64), len(DISTANCES) - 2)
+    token, weight = np.arange(len(offset)), place - below
+    profile = profile.astype(np.float32)
+    return ((1 - weight) * profile[token, below] + weight * profile[token, below + 1]).astype(np.float32)
