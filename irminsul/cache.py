@@ -17,6 +17,7 @@ from irminsul import fingerprint, page_tree, registry
 from irminsul.chunking import ChunkingConfig
 from irminsul.page_tree import PageTree
 from irminsul.pool import LatentPool, new_pool
+from irminsul.provenance import Provenance
 from irminsul.registry import Registry
 from pallas_kernels.page_table import Storage
 
@@ -76,7 +77,8 @@ class ContentCache:
     ``namespaces`` lists the keys (``fingerprint.key_bytes`` of namespace, model digest, adapter and format) in order of
     first use; a page belongs to one of them by index. ``in_flight`` counts, per page, the requests between ``prefill``
     and ``complete`` that read or write it; such a page is never given away. ``clock`` counts steps; the tree counts
-    along, which is how a consumed cache is told from a current one.
+    along, which is how a consumed cache is told from a current one. ``provenance`` says behind which rows each request
+    computed its own.
     """
 
     pool: LatentPool | None
@@ -86,6 +88,7 @@ class ContentCache:
     clock: int
     namespaces: tuple[bytes, ...] = struct.field(pytree_node=False)
     config: CacheConfig = struct.field(pytree_node=False)
+    provenance: Provenance = struct.field(pytree_node=False, default_factory=Provenance)
 
     def require_alive(self) -> None:
         """Raises ``ConsumedError`` if a step has taken this cache over."""
@@ -100,8 +103,21 @@ class ContentCache:
         self.require_alive()
         pool = jax.tree.map(jnp.copy, self.pool)
         return dataclasses.replace(
-            self, pool=pool, tree=self.tree.copy(), registry=self.registry.copy(), in_flight=self.in_flight.copy()
+            self,
+            pool=pool,
+            tree=self.tree.copy(),
+            registry=self.registry.copy(),
+            in_flight=self.in_flight.copy(),
+            provenance=self.provenance.copy(),
         )
+
+
+def next_step(cache: ContentCache, donate: bool) -> ContentCache:
+    """The cache that a step changes in place, its clock one further: ``cache`` itself, consumed, or a copy."""
+    if not donate:
+        cache = cache.copy()
+    cache.tree.clock[...] = cache.clock + 1
+    return dataclasses.replace(cache, clock=cache.clock + 1)
 
 
 def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:

@@ -43,11 +43,14 @@ def allocate(tree: PageTree, placement: Placement, keep: np.ndarray) -> tuple[np
     return np.concatenate([free, evicted]).astype(np.int32), evicted
 
 
-def claim(tree: PageTree, fresh: tuple[FreshPage, ...], pages: np.ndarray, tokens: np.ndarray, namespace: int) -> None:
-    """Hands ``pages`` to a request, in place: what their rows will hold and where they hang in the tree.
+def claim(cache: ContentCache, plan: ReusePlan, fresh: tuple[FreshPage, ...], pages: np.ndarray) -> None:
+    """Hands ``pages`` to a request, in place: what their rows will hold, where they hang in the tree, and what they
+    are computed from.
 
-    ``tokens`` may end before the room in the pages does; decoding fills the rest.
+    The prompt may end before the room in the pages does; decoding fills the rest.
     """
+    tree, tokens, namespace = cache.tree, plan.content.tokens, plan.namespace
+    cache.provenance.record(tree, plan)
     for page, record in zip(pages.tolist(), fresh, strict=True):
         held = tokens[record.begin : record.end]
         tree.tokens[page] = -1
@@ -56,6 +59,7 @@ def claim(tree: PageTree, fresh: tuple[FreshPage, ...], pages: np.ndarray, token
         tree.base_position[page] = record.begin
         tree.namespace[page] = namespace
         tree.writer[page] = tree.clock
+        tree.writer[page, : record.copied_rows] = tree.writer[record.copied_from, : record.copied_rows]
         tree.pure[page] = tree.decoded[page] = False
         evicted_parent = record.parent >= 0 and tree.namespace[record.parent] != namespace
         page_tree.attach(tree, page, ORPHAN if evicted_parent else record.parent, record.parent_end)

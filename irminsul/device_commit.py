@@ -66,13 +66,15 @@ def claim(
     at = _taken(tree, pages, need)
     held = (placement.end - placement.begin)[:, None] > reach[None]
     position = jnp.minimum(placement.begin[:, None] + reach[None], tokens.shape[0] - 1)
+    writer = jnp.full((pages.shape[0], tree.page_size), tree.clock + 1)  # the clock of this turn
+    writer = writer.at[0].set(jnp.where(reach < placement.copied_rows, tree.writer[placement.copied_from], writer[0]))
     tree = dataclasses.replace(
         tree,
         tokens=tree.tokens.at[at].set(jnp.where(held, tokens[position], -1), mode="drop"),
         fill=tree.fill.at[at].set(placement.end - placement.begin, mode="drop"),
         base_position=tree.base_position.at[at].set(placement.begin, mode="drop"),
         namespace=tree.namespace.at[at].set(namespace, mode="drop"),
-        writer=tree.writer.at[at].set(tree.clock + 1, mode="drop"),  # the clock of this turn
+        writer=tree.writer.at[at].set(writer, mode="drop"),
         pure=tree.pure.at[at].set(False, mode="drop"),
         decoded=tree.decoded.at[at].set(False, mode="drop"),
     )

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int8
 from irminsul.blocks import Mode, blocks_for
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.decode import advance, start_decoding
+from irminsul.forget import Forgotten, forget
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import PrefillResult, check_token_ids, complete, prefill
 from irminsul.rope import check_rotation
@@ -30,6 +31,7 @@ class Response:
       timings: milliseconds of ``plan_ms``, ``prefill_ms``, ``ttft_ms`` (request to first token known), ``decode_ms``,
         ``register_ms``.
       table_entries: entries of the page table after prefill.
+      request: the clock of the step that served it, by which ``Engine.forget`` knows it.
     """
 
     bins: dict[str, int]
@@ -39,6 +41,7 @@ class Response:
     step_logits: Float[np.ndarray, "n V"] | None
     timings: dict[str, float]
     table_entries: int
+    request: int
 
 
 @dataclasses.dataclass
@@ -141,7 +144,17 @@ class Engine:
             step_logits=np.stack(logits) if logits else None,
             timings=timings,
             table_entries=len(result.request.entries),
+            request=result.request.clock,
         )
+
+    def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
+        """Removes a text, or what one request (``Response.request``) computed, and everything computed from it.
+
+        Raises:
+          As ``forget.forget``. The engine can be used on afterwards.
+        """
+        self.cache, forgotten = forget(self.cache, what, namespace=namespace)
+        return forgotten
 
     def _decode(
         self,

@@ -48,8 +48,8 @@ class PageTree:
       serial: changes whenever the page changes hands; a hint with another serial is stale.
       parent, parent_end: the page to the left and how many of its rows belong to the path, or ``ROOT`` / ``ORPHAN``.
       first_child, next_sibling, previous_sibling: links of the tree.
-      writer: clock of the request that wrote the page (``provenance``), or ``UNKNOWN``.
       last_used: clock of the last request that read or wrote the page.
+      writer: clock of the request that computed the row, or ``UNKNOWN``; a copied row keeps its own (``provenance``).
       pure: row computed in prefill, at its own position, behind pure rows only (or decoded behind such rows, where the
         policy that serves this namespace is not ``bitwise``).
       decoded: row written by a decode step.
@@ -66,8 +66,8 @@ class PageTree:
     first_child: Int32[np.ndarray, " N"]
     next_sibling: Int32[np.ndarray, " N"]
     previous_sibling: Int32[np.ndarray, " N"]
-    writer: Int32[np.ndarray, " N"]
     last_used: Int32[np.ndarray, " N"]
+    writer: Int32[np.ndarray, "N G"]
     pure: Bool[np.ndarray, "N G"]
     decoded: Bool[np.ndarray, "N G"]
     clock: Int32[np.ndarray, ""]
@@ -102,8 +102,8 @@ def new_page_tree(num_pages: int, page_size: int) -> PageTree:
         first_child=full(NONE),
         next_sibling=full(NONE),
         previous_sibling=full(NONE),
-        writer=full(UNKNOWN),
         last_used=full(0),
+        writer=np.full((num_pages, page_size), UNKNOWN, np.int32),
         pure=np.zeros((num_pages, page_size), bool),
         decoded=np.zeros((num_pages, page_size), bool),
         clock=np.zeros((), np.int32),

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from irminsul import fingerprint, page_tree
 from irminsul.blocks import Block, CostModel, Mode, blocks_for, choose_block, cost_model
-from irminsul.cache import CacheConfig, ContentCache, cache_format, open_namespace
+from irminsul.cache import CacheConfig, ContentCache, cache_format, next_step, open_namespace
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import PromptContent, ReusePlan, extend_content, plan_prompt, read_content
@@ -53,7 +53,7 @@ class Request:
 
     ``slots [D, 2]`` are page and row of the tokens behind the prompt; ``entries`` the page table so far, ``(page_id,
     row_begin, row_end, target_position, base_position)``; ``held`` the pages it reads or writes, which stay where they
-    are until ``complete``.
+    are until ``complete``; ``clock`` the step that prefilled it, by which ``forget`` knows it.
     """
 
     plan: ReusePlan
@@ -64,6 +64,7 @@ class Request:
     entries: Int32[np.ndarray, "S 5"]
     slots: Int32[np.ndarray, "D 2"]
     held: Int32[np.ndarray, " U"]
+    clock: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,15 +133,15 @@ def prefill(
     placement = assign(placement, pages)
     planned = time.perf_counter()
 
-    cache = _next_step(cache, donate)
+    cache = next_step(cache, donate)
     for page in evicted.tolist():
         page_tree.release(cache.tree, page)
-    claim(cache.tree, placement.fresh, pages, tokens, owner)
+    claim(cache, plan, placement.fresh, pages)
     held = np.concatenate([np.flatnonzero(keep), pages]).astype(np.int32)
     cache.tree.last_used[held] = cache.clock
     cache.in_flight[held] += 1
     slots = decode_slots(placement.fresh, pages, plan.length)
-    request = Request(plan, policy, key, placement.fresh, pages, placement.entries, slots, held)
+    request = Request(plan, policy, key, placement.fresh, pages, placement.entries, slots, held, cache.clock)
     logits = hidden = None
     if model is not None:
         batch = pack_batch(cache, plan, placement.positions, placement.write_page, placement.write_row, request)
@@ -177,6 +178,7 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
     if generated is not None and len(generated):
         content = extend_content(content, np.asarray(generated, np.int32), cache.config.chunking, request.key)
     tree.last_used[request.pages] = cache.clock
+    cache.provenance.extend(request.clock, content.tokens[request.plan.length :])
     finish(cache, request.plan, content, request.fresh, request.pages, bitwise=request.policy.bitwise)
     return cache
 
@@ -245,13 +247,6 @@ def check_token_ids(tokens: np.ndarray, model: Any) -> None:
     for token in (tokens.min(), tokens.max()):
         if not 0 <= token < vocab_size:
             raise ValueError(f"tokens holds the id {token}, outside 0..{vocab_size - 1}; check the tokenizer")
-
-
-def _next_step(cache: ContentCache, donate: bool) -> ContentCache:
-    if not donate:
-        cache = cache.copy()
-    cache.tree.clock[...] = cache.clock + 1
-    return dataclasses.replace(cache, clock=cache.clock + 1)
 
 
 def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -> np.ndarray:

@@ -1,0 +1,184 @@
+"""What each request computed, and behind which rows: the record that ``forget`` follows.
+
+A row depends on every row that its request had in view to its left: rows it computed itself, and rows it reused, which
+other requests computed behind other rows. The page tree holds the first kind of context only as long as pages live, and
+never the second. So each request leaves a ``Computation``: the tokens it computed, and for the others whose rows stood
+in their place. Rows name their request (``PageTree.writer``) and position, so the influence of a token is one pass over
+requests in the order they came, and it outlives the eviction of the rows it went through.
+
+Rows without a record (written inside ``jit``, or read from a store) have an unknown context, which is taken to hold
+whatever is to be forgotten in their namespace.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from irminsul.page_tree import PageTree, gather
+from irminsul.plan import ReusePlan
+
+BEGIN, END, WRITER, POSITION, NAMESPACE = range(5)
+_SPARE_RECORDS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """One request: a sequence of which it computed some tokens and found rows of the others.
+
+    Fields:
+      namespace: whose rows it wrote.
+      length: tokens of the sequence, prompt and response.
+      computed: the tokens that are in no source, in order.
+      sources: one line a run of reused rows, in order: tokens ``[begin, end)`` of the sequence were served by rows that
+        request ``writer`` computed for its tokens from ``position`` on, in ``namespace``.
+    """
+
+    namespace: int
+    length: int
+    computed: Int32[np.ndarray, " M"]
+    sources: Int32[np.ndarray, "S 5"]
+
+    def computed_before(self, position: int) -> int:
+        """How many of the tokens before ``position`` this request computed."""
+        reused = np.minimum(self.sources[:, END], position) - np.minimum(self.sources[:, BEGIN], position)
+        return position - int(reused.sum())
+
+    @property
+    def first_computed(self) -> int:
+        """Position of the first token it computed, or its length."""
+        end = 0
+        for begin, stop in self.sources[:, :WRITER].tolist():
+            if begin > end:
+                break
+            end = stop
+        return end
+
+    def extended(self, tokens: Int32[np.ndarray, " U"]) -> "Computation":
+        """With a response computed behind it."""
+        computed = np.concatenate([self.computed, np.asarray(tokens, np.int32)])
+        return dataclasses.replace(self, length=self.length + len(tokens), computed=computed)
+
+    def truncated(self, length: int) -> "Computation":
+        """Its first ``length`` tokens."""
+        sources = self.sources[self.sources[:, BEGIN] < length]
+        sources[:, END] = np.minimum(sources[:, END], length)
+        return Computation(self.namespace, length, self.computed[: self.computed_before(length)], sources)
+
+
+@dataclasses.dataclass
+class Provenance:
+    """The computations of a cache by request (the clock of its step), oldest first; changed in place by the cache that
+    owns it, like the page tree."""
+
+    computations: dict[int, Computation] = dataclasses.field(default_factory=dict)
+    collect_at: int = _SPARE_RECORDS
+
+    def copy(self) -> "Provenance":
+        """An independent record with the same content."""
+        return Provenance(dict(self.computations), self.collect_at)
+
+    def record(self, tree: PageTree, plan: ReusePlan) -> None:
+        """Notes the request of this step, before it writes. Now and then drops what no row depends on any more."""
+        if len(self.computations) >= self.collect_at:
+            self.collect(tree)
+            self.collect_at = 2 * len(self.computations) + _SPARE_RECORDS
+        tokens = plan.content.tokens
+        pieces = [piece for span in plan.spans for piece in span.pieces]
+        computed = np.ones(len(tokens), bool)
+        sources = np.zeros((0, 5), np.int32)
+        if pieces:
+            page, row_begin, row_end, position = np.array(pieces, np.int64).T
+            rows = row_end - row_begin
+            within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
+            served = np.repeat(position, rows) + within
+            computed[served] = False
+            writer = gather(tree.writer, [(piece.page, piece.row_begin, piece.row_end) for piece in pieces])
+            place = np.repeat(tree.base_position[page] + row_begin, rows) + within
+            namespace = np.repeat(tree.namespace[page], rows)
+            sources = _runs(served, writer, place, namespace)
+        self.computations[int(tree.clock)] = Computation(plan.namespace, len(tokens), tokens[computed], sources)
+
+    def extend(self, request: int, generated: Int32[np.ndarray, " U"]) -> None:
+        """Notes that a request computed a response behind its prompt."""
+        if request in self.computations:
+            self.computations[request] = self.computations[request].extended(generated)
+
+    def collect(self, tree: PageTree) -> None:
+        """Drops the computations that no row depends on."""
+        held = (tree.namespace >= 0)[:, None] & (np.arange(tree.page_size) < tree.fill[:, None])
+        needed = np.zeros(int(tree.clock) + 2, bool)  # the last one stands for unknown writers
+        needed[tree.writer[held]] = True
+        for request, computation in reversed(self.computations.items()):
+            if needed[request]:
+                needed[computation.sources[:, WRITER]] = True
+        self.computations = {request: kept for request, kept in self.computations.items() if needed[request]}
+
+    def tokens(self, request: int) -> Int32[np.ndarray, " T"]:
+        """The sequence of a request; -1 where a source is unknown."""
+        computation = self.computations[request]
+        tokens = np.full(computation.length, -1, np.int32)
+        end = taken = 0
+        for begin, stop, writer, position, _ in computation.sources.tolist():
+            tokens[end:begin] = computation.computed[taken : taken + begin - end]
+            taken, end = taken + begin - end, stop
+            if writer in self.computations:
+                source = self.computations[writer]
+                first = source.computed_before(position)
+                tokens[begin:stop] = source.computed[first : first + stop - begin]
+        tokens[end:] = computation.computed[taken:]
+        return tokens
+
+    def reached(self, started: dict[int, int], namespaces: Collection[int]) -> dict[int, int]:
+        """How far what ``started`` names has spread: by request, the first position that depends on it.
+
+        Args:
+          started: requests and the position at which what is followed begins in their sequence.
+          namespaces: those of which rows with an unknown context count as reached.
+        """
+        first: dict[int, int] = {}
+        for request, computation in self.computations.items():
+            reached = [started[request]] if request in started else []
+            for begin, end, writer, position, namespace in computation.sources.tolist():
+                unknown = writer not in self.computations and namespace in namespaces
+                behind = 0 if unknown else first.get(writer, position + end - begin) - position
+                if behind < end - begin:
+                    reached.append(begin + max(0, behind))
+                    break
+            if reached:
+                first[request] = min(reached)
+        return first
+
+    def occurrences(self, tokens: Int32[np.ndarray, " X"], namespaces: Collection[int]) -> dict[int, int]:
+        """Where the run ``tokens`` first stands in the sequence of each request of ``namespaces`` that holds it."""
+        return {
+            request: place
+            for request, computation in self.computations.items()
+            if computation.namespace in namespaces
+            for place in _first(self.tokens(request), tokens)
+        }
+
+
+def _first(sequence: np.ndarray, run: np.ndarray) -> Iterator[int]:
+    """The first place at which ``run`` stands in ``sequence``, if it does."""
+    places = np.arange(max(0, len(sequence) - len(run) + 1))
+    for index, token in enumerate(run.tolist()):  # few candidates survive the first token
+        places = places[sequence[places + index] == token]
+        if not len(places):
+            return
+    yield int(places[0])
+
+
+def _runs(
+    served: Int64[np.ndarray, " n"],
+    writer: Int32[np.ndarray, " n"],
+    place: Int64[np.ndarray, " n"],
+    namespace: Int32[np.ndarray, " n"],
+) -> Int32[np.ndarray, "S 5"]:
+    """The lines ``(begin, end, writer, position, namespace)`` of tokens served in order, one by one."""
+    breaks = (np.diff(writer) != 0) | (np.diff(place) != 1) | (np.diff(served) != 1) | (np.diff(namespace) != 0)
+    starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    counts = np.diff(np.append(starts, len(served)))
+    begin = served[starts]
+    return np.stack([begin, begin + counts, writer[starts], place[starts], namespace[starts]], axis=1).astype(np.int32)
