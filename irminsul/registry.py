@@ -89,9 +89,16 @@ def lookup(
     is what it was, and which hold one whose page has changed hands since.
     """
     bucket = _bucket(table, keys)
-    known = (table.key[bucket] == keys[:, None]) & (table.serial[bucket] >= 0)
-    current = tree.serial[table.page[bucket]] == table.serial[bucket]
-    return known & current, known & ~current, bucket
+    # One cache line of fingerprints a bucket; the other fields are read only where a fingerprint agrees.
+    same = table.key.take(bucket, axis=0) == keys[:, None]
+    live, stale = np.zeros_like(same), np.zeros_like(same)
+    found = np.flatnonzero(same)
+    slot = bucket[found // WAYS] * WAYS + found % WAYS
+    serial = table.serial.reshape(-1)[slot]
+    current = tree.serial[table.page.reshape(-1)[slot]] == serial
+    live.reshape(-1)[found] = current
+    stale.reshape(-1)[found] = ~current & (serial >= 0)
+    return live, stale, bucket
 
 
 def insert(
