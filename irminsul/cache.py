@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Int32
 
-from irminsul import fingerprint, page_tree, registry
+from irminsul import page_tree, registry
 from irminsul.chunking import ChunkingConfig
 from irminsul.page_tree import PageTree
 from irminsul.pool import LatentPool, new_pool
@@ -37,6 +37,7 @@ class CacheConfig:
       max_new_tokens: rows that decoding may add to one request.
       storage: rotary keys kept rotated at their ``base`` position, or ``unrotated``.
       dtype: of the rows.
+      dependence: keep with each token how far left its attention went (``dependence.py``), which repair goes by.
       chunking: cuts, segments and anchors.
     """
 
@@ -46,6 +47,7 @@ class CacheConfig:
     max_new_tokens: int = 256
     storage: Storage = "base"
     dtype: str = "float32"
+    dependence: bool = True
     chunking: ChunkingConfig = ChunkingConfig()
 
     def __post_init__(self):
@@ -74,8 +76,7 @@ class CacheConfig:
 class ContentCache:
     """Everything a cache knows. ``pool`` is None for a cache that only plans.
 
-    ``namespaces`` lists the keys (``fingerprint.key_bytes`` of namespace, model digest, adapter and format) in order of
-    first use; a page belongs to one of them by index. ``in_flight`` counts, per page, the requests between ``prefill``
+    ``namespaces`` lists the keys (``cache_key.request_key``) in order of first use; a page belongs to one of them by index. ``in_flight`` counts, per page, the requests between ``prefill``
     and ``complete`` that read or write it; such a page is never given away. ``clock`` counts steps; the tree counts
     along, which is how a consumed cache is told from a current one. ``provenance`` says behind which rows each request
     computed its own.
@@ -124,7 +125,7 @@ def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
     """An empty cache; without ``row_format`` it plans and keeps the tree, but holds no rows."""
     pool = None
     if row_format is not None:
-        pool = new_pool(row_format, config.num_pages, config.page_size, config.dtype)
+        pool = new_pool(row_format, config.num_pages, config.page_size, config.dtype, dependence=config.dependence)
     return ContentCache(
         pool=pool,
         tree=page_tree.new_page_tree(config.num_pages, config.page_size),
@@ -135,15 +136,6 @@ def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
         clock=0,
         namespaces=(),
         config=config,
-    )
-
-
-def cache_format(config: CacheConfig, row_format: Any) -> bytes:
-    """The cache format as key bytes: what must be equal for one row to be read by another model run."""
-    fields = dataclasses.astuple(row_format) if row_format is not None else ()
-    chunking = dataclasses.astuple(config.chunking)
-    return fingerprint.key_bytes(
-        *(str(x) for x in (*fields, config.dtype, config.storage, config.page_size, *chunking))
     )
 
 

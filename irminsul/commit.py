@@ -25,14 +25,14 @@ def pages_in_use(tree: PageTree, plan: ReusePlan) -> np.ndarray:
 
 
 def allocate(tree: PageTree, placement: Placement, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Chooses pages for the fresh pages of ``placement``: free ones first, then evicted ones. Changes nothing.
+    """Chooses pages for what ``placement`` writes: free ones first, then evicted ones. Changes nothing.
 
     ``keep [N]`` marks pages that must survive. Returns ``(pages, evicted)``.
 
     Raises:
       PoolTooSmallError: if not enough pages can be had.
     """
-    need = len(placement.fresh)
+    need = len(placement.fresh) + len(placement.private)
     free = np.flatnonzero(tree.namespace == FREE)[:need]
     evicted = page_tree.pages_to_evict(tree, need - len(free), keep)
     if len(free) + len(evicted) < need:

@@ -16,13 +16,14 @@ from jaxtyping import Bool, Float, Int, Int8, Int32
 
 from irminsul.blocks import Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig
+from irminsul.compute import COPY_CAPACITY, PrefillBatch, compute_blocks
 from irminsul.device_cache import DeviceCache
 from irminsul.device_commit import Allocation, allocate, claim, finish, pages_in_use
 from irminsul.device_placement import DevicePlacement, fresh_capacity, page_of_token, page_table, parents, place
 from irminsul.device_plan import ATTEMPTS, NO_BIN, DeviceContent, DevicePlan, plan_prompt, read_content, serving
 from irminsul.device_tree import release
 from irminsul.policies import Policy
-from irminsul.prefill import COPY_CAPACITY, PrefillBatch, check_storage, compute_blocks
+from irminsul.prefill import check_storage
 from irminsul.uint64 import UInt64
 from pallas_kernels.page_table import PageTable
 
@@ -67,10 +68,15 @@ def turn(
       namespace: index into ``carry.seeds``.
 
     Raises:
-      ValueError: if ``tokens`` has another capacity, the mode is unknown, storage cannot serve the policy, or a model
-        is given and the carry holds no pool.
+      ValueError: if ``tokens`` has another capacity, the mode is unknown, storage cannot serve the policy, the policy
+        repairs, or a model is given and the carry holds no pool.
     """
     check_storage(config, policy)
+    if policy.repair != "none":
+        raise ValueError(
+            f"policy={policy.name!r} recomputes tokens inside reused spans, which a turn inside jit does not; serve it "
+            "with Engine, or use repair='none'"
+        )
     if tokens.shape[0] != config.max_prompt_tokens:
         raise ValueError(
             f"tokens has capacity {tokens.shape[0]}, but max_prompt_tokens={config.max_prompt_tokens}; pad to that"
@@ -179,6 +185,7 @@ def pack_batch(
         positions=jnp.where(real, positions, -1),
         write_page=of_computed(page_of, num_pages),
         write_row=of_computed(placement.row, 0),
+        write_position=jnp.where(real, positions, 0),
         count=jnp.sum(real, dtype=jnp.int32),
         page_table=table,
         copy_source=slots.at[0].set(placement.copied_from),

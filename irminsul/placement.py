@@ -38,14 +38,17 @@ class Placement:
     """Fresh pages, the slot of each computed token, and the page table in prompt order.
 
     ``entries [S, 5]`` are ``(page_id, row_begin, row_end, target_position, base_position)``; ``write_page`` and the
-    first column hold fresh page ``f`` as ``-10 - f``.
+    first column hold fresh page ``f`` as ``-10 - f``. ``write_position`` is the position a token's key is stored for.
+    ``private`` lists pages to be copied for this request alone (``repair.py``), named like fresh pages and after them.
     """
 
     fresh: tuple[FreshPage, ...]
     positions: Int32[np.ndarray, " M"]
     write_page: Int32[np.ndarray, " M"]
     write_row: Int32[np.ndarray, " M"]
+    write_position: Int32[np.ndarray, " M"]
     entries: Int32[np.ndarray, "S 5"]
+    private: Int32[np.ndarray, " K"]
 
 
 FRESH = -10
@@ -75,7 +78,9 @@ def place(tree: PageTree, plan: ReusePlan, *, rotate: bool, extra_tokens: int = 
         positions=positions,
         write_page=write_page,
         write_row=write_row,
+        write_position=positions,
         entries=np.asarray(builder.entries, np.int32).reshape(-1, 5),
+        private=np.zeros(0, np.int32),
     )
 
 
@@ -169,7 +174,7 @@ class _Builder:
 
 
 def assign(placement: Placement, pages: np.ndarray) -> Placement:
-    """The placement with fresh page ``f`` replaced by pool page ``pages[f]``."""
+    """The placement with fresh page ``f``, or private copy ``f - len(fresh)``, replaced by pool page ``pages[f]``."""
 
     def real(names: np.ndarray) -> np.ndarray:
         return np.where(names <= FRESH, pages[np.maximum(FRESH - names, 0)], names).astype(np.int32)

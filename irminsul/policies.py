@@ -1,12 +1,18 @@
 """What a policy reuses, rotates and recomputes. All of them run through the same plan, prefill and engine.
 
-==============  =================================================================================================
+===============  ================================================================================================
 full            nothing is reused or kept; the reference every other policy is compared with
 prefix          exact prefixes at token granularity (SGLang's RadixAttention, arXiv 2312.07104)
 paged_prefix    exact prefixes in whole blocks of 16 tokens (vLLM's automatic prefix caching)
 naive           shifted rows served as they were stored, keys not rotated (the failure the paper starts from)
 irminsul        exact prefixes, then shifted rows with delta-rotated keys (arXiv 2605.05696)
-==============  =================================================================================================
+epic            irminsul, the first 32 tokens of every reused run recomputed (EPIC, arXiv 2410.15332)
+cacheblend      irminsul, 15 % of the reused tokens recomputed: those whose rows at the second layer deviate most
+                (CacheBlend, arXiv 2405.16444)
+irminsul+repair irminsul, up to 15 % of the reused tokens recomputed: those that depend most on another left context
+===============  ================================================================================================
+
+``epic:64``, ``cacheblend:0.3`` and ``irminsul+repair:0.05`` name the same with another budget.
 """
 
 import dataclasses
@@ -27,9 +33,14 @@ class Policy:
       rotate: turn shifted keys by delta (without it they keep the position they were computed at).
       discovery: find shifted spans by ``anchors`` (32-token windows sampled by content) or by whole ``chunks``.
       extension: grow a shifted hit to both sides for as long as tokens agree.
-      min_reuse: shifted spans shorter than this are computed.
+      min_reuse: shifted spans shorter than this are computed. Matches that touch are one span, as are those that touch
+        the exact prefix with it: what an edit cut apart is still served.
       sink_tokens: shifted hits neither fill nor use positions below this; they may hold attention sinks.
       register: keep the rows of this request for later ones.
+      repair: which tokens of shifted spans are recomputed (``repair.py``): the ``leading`` ones of each run, those of
+        largest ``deviation``, or those of largest ``dependence``.
+      repair_tokens: how many of each run, for ``leading``.
+      repair_fraction: how many of all shifted tokens at most, for the others.
     """
 
     name: str
@@ -43,6 +54,9 @@ class Policy:
     min_reuse: int = 64
     sink_tokens: int = 32
     register: bool = True
+    repair: Literal["none", "leading", "deviation", "dependence"] = "none"
+    repair_tokens: int = 0
+    repair_fraction: float = 0.0
 
     def __post_init__(self):
         if self.exact_granularity < 1:
@@ -55,6 +69,15 @@ class Policy:
             raise ValueError(
                 f"min_reuse={self.min_reuse} must be at least 1 and sink_tokens={self.sink_tokens} not negative"
             )
+        if self.repair not in ("none", "leading", "deviation", "dependence"):
+            raise ValueError(
+                f"repair={self.repair!r} is unknown; choose 'none', 'leading', 'deviation' or 'dependence'"
+            )
+        if self.repair_tokens < 0 or not 0 <= self.repair_fraction <= 1:
+            raise ValueError(
+                f"repair_tokens={self.repair_tokens} must not be negative and repair_fraction={self.repair_fraction} "
+                "be between 0 and 1"
+            )
 
 
 POLICIES = {
@@ -65,18 +88,35 @@ POLICIES = {
         Policy("paged_prefix", exact_granularity=16, bitwise=False, shifted="refuse"),
         Policy("naive", rotate=False),
         Policy("irminsul"),
+        Policy("epic", repair="leading", repair_tokens=32),
+        Policy("cacheblend", repair="deviation", repair_fraction=0.15),
+        Policy("irminsul+repair", repair="dependence", repair_fraction=0.15),
     )
 }
 
 
 def get_policy(policy: str | Policy, **overrides: Any) -> Policy:
-    """A policy by name, with fields overridden.
+    """A policy by name, or by name and budget (``epic:64``), with fields overridden.
 
     Raises:
-      ValueError: for an unknown name, naming the known ones.
+      ValueError: for an unknown name, naming the known ones, or a budget that is none or that the policy does not take.
     """
     if isinstance(policy, str):
-        if policy not in POLICIES:
+        name, _, budget = policy.partition(":")
+        if name not in POLICIES:
             raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(POLICIES)}")
-        policy = POLICIES[policy]
+        known = POLICIES[name]
+        policy = _with_budget(known, budget) if budget else known
     return dataclasses.replace(policy, **overrides)
+
+
+def _with_budget(policy: Policy, budget: str) -> Policy:
+    name = f"{policy.name}:{budget}"
+    try:
+        if policy.repair == "leading":
+            return dataclasses.replace(policy, name=name, repair_tokens=int(budget))
+        if policy.repair != "none":
+            return dataclasses.replace(policy, name=name, repair_fraction=float(budget))
+    except ValueError as error:
+        raise ValueError(f"policy={name!r} has no valid budget: {error}") from error
+    raise ValueError(f"policy={name!r} takes no budget; use {policy.name!r}")

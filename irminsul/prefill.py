@@ -1,50 +1,28 @@
 """Cached prefill: plan a prompt, compute what is not stored, attend to everything through one page table.
 
-Planning is host code; computing is one compiled program per model and capacity, whatever the prompt: pages copied on
-write, then a ``while_loop`` over blocks of computed tokens in position order, each through all layers, writing its
-rows in place and attending to the page table. With ``M`` computed tokens its cost is ``a M + b (sum of their
-positions)``.
+Planning is host code; computing is one compiled program (``compute.py``).
 """
 
 import dataclasses
 import time
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax import lax
-from jaxtyping import Array, Float, Int, Int32
+from jax import Array
+from jaxtyping import Float, Int32
 
-from irminsul import fingerprint, page_tree
-from irminsul.blocks import Block, CostModel, Mode, blocks_for, choose_block, cost_model
-from irminsul.cache import CacheConfig, ContentCache, cache_format, next_step, open_namespace
+from irminsul import page_tree
+from irminsul.blocks import Block, Mode, blocks_for, cost_model
+from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
+from irminsul.cache_key import request_key
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use
+from irminsul.compute import PrefillBatch, run_prefill
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import PromptContent, ReusePlan, extend_content, plan_prompt, read_content
 from irminsul.policies import Policy, get_policy
-from irminsul.pool import LatentPool, copy_pages
-from irminsul.view import PagedView
-from pallas_kernels.page_table import PageTable, Storage, page_table_from_array
-
-COPY_CAPACITY = 8
-
-
-@struct.dataclass
-class PrefillBatch:
-    """What the compiled program reads: computed tokens in position order, padded, and the page table ``[1, S]``."""
-
-    tokens: Int[Array, " P"]
-    positions: Int[Array, " P"]
-    write_page: Int[Array, " P"]
-    write_row: Int[Array, " P"]
-    count: Int[Array, ""]
-    page_table: PageTable
-    copy_source: Int[Array, " K"]
-    copy_target: Int[Array, " K"]
-    copy_count: Int[Array, ""]
+from irminsul.repair import lend, privatise, with_repairs
+from pallas_kernels.page_table import page_table_from_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +30,9 @@ class Request:
     """A prefilled request: its plan, its pages, and where decoding writes.
 
     ``slots [D, 2]`` are page and row of the tokens behind the prompt; ``entries`` the page table so far, ``(page_id,
-    row_begin, row_end, target_position, base_position)``; ``held`` the pages it reads or writes, which stay where they
-    are until ``complete``; ``clock`` the step that prefilled it, by which ``forget`` knows it.
+    row_begin, row_end, target_position, base_position)``; ``private`` its copies of pages with repaired rows, given
+    back at the end; ``held`` the pages it reads or writes, which stay where they are until ``complete``; ``clock`` the
+    step that prefilled it, by which ``forget`` knows it.
     """
 
     plan: ReusePlan
@@ -61,6 +40,7 @@ class Request:
     key: bytes
     fresh: tuple[FreshPage, ...]
     pages: Int32[np.ndarray, " F"]
+    private: Int32[np.ndarray, " K"]
     entries: Int32[np.ndarray, "S 5"]
     slots: Int32[np.ndarray, "D 2"]
     held: Int32[np.ndarray, " U"]
@@ -79,13 +59,6 @@ class PrefillResult:
     request: Request
     timings: dict[str, float]
     hidden: Float[Array, "M D"] | None = None
-
-
-def request_key(cache: ContentCache, model: Any, namespace: str, adapter: str, bitwise: bool = True) -> bytes:
-    """The key bytes of a request: two requests share rows only if every field is equal."""
-    digest = "" if model is None else model.digest
-    row_format = None if model is None else model.row_format
-    return fingerprint.key_bytes(namespace, digest, adapter, cache_format(cache.config, row_format), int(bitwise))
 
 
 def prefill(
@@ -107,7 +80,7 @@ def prefill(
       model: params, rotary table and forward function (``models.families.Model``), or None to plan only.
       tokens: the prompt, int ``[T]``.
       policy: name or ``Policy``.
-      namespace, adapter: together with the model's digest and the cache format, who may share these rows.
+      namespace, adapter: together with the model's digest, the cache format and the mode, who may share these rows.
       new_tokens: rows to reserve behind the prompt for decoding.
       mode: ``deterministic`` or ``fast``.
       donate: take the cache over in place; otherwise it stays valid and is copied.
@@ -125,26 +98,28 @@ def prefill(
     check_storage(cache.config, policy)
     tokens = _validated(tokens, model, cache, new_tokens)
     blocks = () if model is None else blocks_for(model, mode)
-    key = request_key(cache, model, namespace, adapter, policy.bitwise)
+    key = request_key(cache, model, namespace, adapter, policy.bitwise, mode)
     cache, owner = open_namespace(cache, key)
     content = read_content(tokens, cache.config.chunking, key)
-    plan, placement, pages, evicted = _plan_within_pool(cache, content, owner, policy, new_tokens)
+    plan, placement, pages, evicted = _plan_within_pool(model, cache, content, owner, policy, new_tokens, blocks)
     keep = pages_in_use(cache.tree, plan)
     placement = assign(placement, pages)
+    held = np.concatenate([np.flatnonzero(keep), pages]).astype(np.int32)
+    pages, private = pages[: len(placement.fresh)], pages[len(placement.fresh) :]
     planned = time.perf_counter()
 
     cache = next_step(cache, donate)
     for page in evicted.tolist():
         page_tree.release(cache.tree, page)
     claim(cache, plan, placement.fresh, pages)
-    held = np.concatenate([np.flatnonzero(keep), pages]).astype(np.int32)
+    lend(cache.tree, private, owner)
     cache.tree.last_used[held] = cache.clock
     cache.in_flight[held] += 1
     slots = decode_slots(placement.fresh, pages, plan.length)
-    request = Request(plan, policy, key, placement.fresh, pages, placement.entries, slots, held, cache.clock)
+    request = Request(plan, policy, key, placement.fresh, pages, private, placement.entries, slots, held, cache.clock)
     logits = hidden = None
     if model is not None:
-        batch = pack_batch(cache, plan, placement.positions, placement.write_page, placement.write_row, request)
+        batch = pack_batch(cache, placement, request)
         logits, hidden, pool = run_prefill(
             model, cache.pool, batch, blocks=blocks, cost=cost_model(model), storage=cache.config.storage,
             keep_hidden=keep_hidden,
@@ -170,6 +145,8 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
     if not (cache.in_flight[request.held] > 0).all():
         raise ValueError("request is not in flight in this cache: it has ended, or was prefilled in another one")
     cache.in_flight[request.held] -= 1
+    for page in request.private.tolist():
+        page_tree.release(tree, page)
     if not request.policy.register:
         for page in request.pages[cache.in_flight[request.pages] == 0].tolist():
             page_tree.release(tree, page)
@@ -184,7 +161,13 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
 
 
 def _plan_within_pool(
-    cache: ContentCache, content: PromptContent, owner: int, policy: Policy, new_tokens: int
+    model: Any,
+    cache: ContentCache,
+    content: PromptContent,
+    owner: int,
+    policy: Policy,
+    new_tokens: int,
+    blocks: tuple[Block, ...],
 ) -> tuple[ReusePlan, Placement, np.ndarray, np.ndarray]:
     """Plan, placement, and the pages to take and to evict.
 
@@ -200,7 +183,9 @@ def _plan_within_pool(
         plan = plan_prompt(
             cache.tree, cache.registry, content, owner, attempt, config.chunking.anchor_window, config.planned_entries
         )
+        plan = with_repairs(model, cache, plan, attempt, blocks)
         placement = place(cache.tree, plan, rotate=policy.rotate, extra_tokens=new_tokens)
+        placement = privatise(placement, plan)
         keep = pages_in_use(cache.tree, plan) | (cache.in_flight > 0)
         try:
             return plan, placement, *allocate(cache.tree, placement, keep)
@@ -260,16 +245,10 @@ def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -
     return np.asarray(slots, np.int32).reshape(-1, 2)
 
 
-def pack_batch(
-    cache: ContentCache,
-    plan: ReusePlan,
-    positions: np.ndarray,
-    write_page: np.ndarray,
-    write_row: np.ndarray,
-    request: Request,
-) -> PrefillBatch:
+def pack_batch(cache: ContentCache, placement: Placement, request: Request) -> PrefillBatch:
     """Pads a placement to the capacities of the compiled program."""
     capacity, entries = cache.config.max_prompt_tokens, cache.config.table_entries
+    positions = placement.positions
 
     def pad(values: np.ndarray, fill: int) -> np.ndarray:
         return np.concatenate([values, np.full(capacity - len(values), fill, np.int32)])
@@ -279,14 +258,16 @@ def pack_batch(
     copies = [
         (r.copied_from, page) for r, page in zip(request.fresh, request.pages.tolist(), strict=True) if r.copied_rows
     ]
-    copied = np.zeros((2, COPY_CAPACITY), np.int32)
+    copies += zip(placement.private.tolist(), request.private.tolist(), strict=True)
+    copied = np.zeros((2, entries), np.int32)
     copied[:, : len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2).T
     fields = jax.device_put(
         {
-            "tokens": pad(plan.content.tokens[positions], 0),
+            "tokens": pad(request.plan.content.tokens[positions], 0),
             "positions": pad(positions, -1),
-            "write_page": pad(write_page, cache.tree.num_pages),
-            "write_row": pad(write_row, 0),
+            "write_page": pad(placement.write_page, cache.tree.num_pages),
+            "write_row": pad(placement.write_row, 0),
+            "write_position": pad(placement.write_position, 0),
             "count": np.int32(len(positions)),
             "copy_source": copied[0],
             "copy_target": copied[1],
@@ -294,67 +275,3 @@ def pack_batch(
         }
     )
     return PrefillBatch(page_table=page_table_from_array(table), **fields)
-
-
-def compute_blocks(
-    model: Any,
-    pool: LatentPool,
-    batch: PrefillBatch,
-    *,
-    blocks: tuple[Block, ...],
-    cost: CostModel,
-    storage: Storage,
-    keep_hidden: bool,
-) -> tuple[Float[Array, " V"], Float[Array, "P D"] | None, LatentPool]:
-    """Copies pages, then computes block after block: logits after the last computed token, hidden states if kept, and
-    the next pool."""
-    largest = max(block.tokens for block in blocks)
-    pool = copy_pages(pool, batch.copy_source, batch.copy_target, batch.copy_count)
-    padded = jax.tree.map(
-        lambda array, fill: jnp.concatenate([array, jnp.full((largest,), fill, array.dtype)]),
-        (batch.tokens, batch.positions, batch.write_page, batch.write_row),
-        (0, -1, pool.num_pages, 0),
-    )
-
-    def run_block(block: Block, start: Int[Array, ""], pool: LatentPool) -> tuple[Array, LatentPool]:
-        tokens, positions, write_page, write_row = (
-            lax.dynamic_slice_in_dim(array, start, block.tokens) for array in padded
-        )
-        view = PagedView(
-            pool=pool,
-            page_table=batch.page_table,
-            query_position=positions,
-            query_offsets=jnp.array([0, block.tokens], jnp.int32),
-            write_page=write_page,
-            write_row=write_row,
-            write_position=positions,
-            form=block.form,
-            storage=storage,
-        )
-        hidden, view = model.forward(tokens, positions, view)
-        return hidden, view.pool
-
-    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        start, pool, _, kept = carry
-        choice = choose_block(blocks, cost, batch.positions, start, batch.count)
-
-        def branch(block: Block, pool: LatentPool, kept: Any) -> tuple[Any, ...]:
-            hidden, pool = run_block(block, start, pool)
-            last = hidden[jnp.minimum(batch.count - start, block.tokens) - 1]
-            if keep_hidden:
-                kept = lax.dynamic_update_slice_in_dim(kept, hidden, start, axis=0)
-            return start + block.tokens, pool, last, kept
-
-        return lax.switch(choice, [partial(branch, block) for block in blocks], pool, kept)
-
-    width, dtype = model.config.hidden_size, model.dtype
-    kept = jnp.zeros((len(padded[0]), width), dtype) if keep_hidden else None
-    carry = (jnp.int32(0), pool, jnp.zeros(width, dtype), kept)
-    _, pool, last, kept = lax.while_loop(lambda carry: carry[0] < batch.count, step, carry)
-    return model.unembed(last), kept, pool
-
-
-run_prefill = jax.jit(
-    compute_blocks, static_argnames=("blocks", "cost", "storage", "keep_hidden"), donate_argnames=("pool",)
-)
-"""``compute_blocks`` as one compiled program, the pool in place."""

@@ -4,6 +4,7 @@ A family describes its parameters once, as a tree of ``Parameter``; random initi
 checkpoint checks all read that tree. Layers of one kind are stacked on a leading axis, so a forward scans over them.
 """
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -125,6 +126,21 @@ class Model:
     def unembed(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
         """Float32 logits."""
         return self.family.unembed(self.params, self.config, hidden)
+
+    def first_layers(self, count: int) -> "Model":
+        """The model without the layers behind its first ``count``, for what only needs their rows."""
+        changes: dict[str, Any] = {"num_hidden_layers": min(count, self.row_format.num_layers)}
+        if getattr(self.config, "rope_indices", None) is not None:
+            changes["rope_indices"] = self.config.rope_indices[:count]
+        config = dataclasses.replace(self.config, **changes)
+
+        def cut(parameter: Parameter, leaf: Array) -> Array:
+            return leaf if leaf.shape == parameter.shape else leaf[: parameter.shape[0]]
+
+        wanted = self.family.parameters(config)
+        kept = {name: self.params[name] for name in wanted}
+        params = jax.tree.map(cut, wanted, kept, is_leaf=lambda leaf: isinstance(leaf, Parameter))
+        return dataclasses.replace(self, params=params, config=config)
 
     @property
     def row_format(self) -> RowFormat:

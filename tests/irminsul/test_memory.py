@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from irminsul.blocks import blocks_for, cost_model
+from irminsul.compute import COPY_CAPACITY, PrefillBatch, run_prefill
 from irminsul.decode import DecodeBatch, decode_step
 from irminsul.pool import new_pool
-from irminsul.prefill import COPY_CAPACITY, PrefillBatch, run_prefill
 from irminsul.sampling import Sampling
 from pallas_kernels.page_table import empty_page_table
 
@@ -21,7 +21,7 @@ def pool_of(model, pages):
 def compiled_prefill(model, pages, mode):
     def arguments():
         row, pair, one = (jnp.zeros(shape, jnp.int32) for shape in ((CAPACITY,), (COPY_CAPACITY,), ()))
-        return pool_of(model, pages), PrefillBatch(*[row] * 4, one, empty_page_table(1, ENTRIES), pair, pair, one)
+        return pool_of(model, pages), PrefillBatch(*[row] * 5, one, empty_page_table(1, ENTRIES), pair, pair, one)
 
     static = {"blocks": blocks_for(model, mode), "cost": cost_model(model), "storage": "base", "keep_hidden": False}
     return run_prefill.lower(model, *jax.eval_shape(arguments), **static).compile()

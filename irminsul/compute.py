@@ -1,0 +1,106 @@
+"""The compiled half of prefill: one program per model and capacity, whatever the prompt.
+
+Pages copied on write, then a ``while_loop`` over blocks of computed tokens in position order, each through all layers,
+writing its rows in place and attending to the page table. With ``M`` computed tokens its cost is ``a M + b (sum of
+their positions)``.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from irminsul.blocks import Block, CostModel, choose_block
+from irminsul.pool import LatentPool, copy_pages
+from irminsul.view import PagedView
+from pallas_kernels.page_table import PageTable, Storage
+
+COPY_CAPACITY = 8
+
+
+@struct.dataclass
+class PrefillBatch:
+    """What the compiled program reads: computed tokens in position order, padded, and the page table ``[1, S]``.
+
+    ``write_position`` is the position each token's key is stored for: its own, unless its page stands elsewhere.
+    """
+
+    tokens: Int[Array, " P"]
+    positions: Int[Array, " P"]
+    write_page: Int[Array, " P"]
+    write_row: Int[Array, " P"]
+    write_position: Int[Array, " P"]
+    count: Int[Array, ""]
+    page_table: PageTable
+    copy_source: Int[Array, " K"]
+    copy_target: Int[Array, " K"]
+    copy_count: Int[Array, ""]
+
+
+def compute_blocks(
+    model: Any,
+    pool: LatentPool,
+    batch: PrefillBatch,
+    *,
+    blocks: tuple[Block, ...],
+    cost: CostModel,
+    storage: Storage,
+    keep_hidden: bool,
+) -> tuple[Float[Array, " V"], Float[Array, "P D"] | None, LatentPool]:
+    """Copies pages, then computes block after block: logits after the last computed token, hidden states if kept, and
+    the next pool."""
+    largest = max(block.tokens for block in blocks)
+    pool = copy_pages(pool, batch.copy_source, batch.copy_target, batch.copy_count)
+    padded = jax.tree.map(
+        lambda array, fill: jnp.concatenate([array, jnp.full((largest,), fill, array.dtype)]),
+        (batch.tokens, batch.positions, batch.write_page, batch.write_row, batch.write_position),
+        (0, -1, pool.num_pages, 0, 0),
+    )
+
+    def run_block(block: Block, start: Int[Array, ""], pool: LatentPool) -> tuple[Array, LatentPool]:
+        tokens, positions, write_page, write_row, write_position = (
+            lax.dynamic_slice_in_dim(array, start, block.tokens) for array in padded
+        )
+        view = PagedView(
+            pool=pool,
+            page_table=batch.page_table,
+            query_position=positions,
+            query_offsets=jnp.array([0, block.tokens], jnp.int32),
+            write_page=write_page,
+            write_row=write_row,
+            write_position=write_position,
+            dependence=pool.empty_profiles(block.tokens),
+            form=block.form,
+            storage=storage,
+        )
+        hidden, view = model.forward(tokens, positions, view)
+        return hidden, view.finished_pool()
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        start, pool, _, kept = carry
+        choice = choose_block(blocks, cost, batch.positions, start, batch.count)
+
+        def branch(block: Block, pool: LatentPool, kept: Any) -> tuple[Any, ...]:
+            hidden, pool = run_block(block, start, pool)
+            last = hidden[jnp.minimum(batch.count - start, block.tokens) - 1]
+            if keep_hidden:
+                kept = lax.dynamic_update_slice_in_dim(kept, hidden, start, axis=0)
+            return start + block.tokens, pool, last, kept
+
+        return lax.switch(choice, [partial(branch, block) for block in blocks], pool, kept)
+
+    width, dtype = model.config.hidden_size, model.dtype
+    kept = jnp.zeros((len(padded[0]), width), dtype) if keep_hidden else None
+    carry = (jnp.int32(0), pool, jnp.zeros(width, dtype), kept)
+    _, pool, last, kept = lax.while_loop(lambda carry: carry[0] < batch.count, step, carry)
+    return model.unembed(last), kept, pool
+
+
+run_prefill = jax.jit(
+    compute_blocks, static_argnames=("blocks", "cost", "storage", "keep_hidden"), donate_argnames=("pool",)
+)
+"""``compute_blocks`` as one compiled program, the pool in place."""
