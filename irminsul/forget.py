@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, Int64
 
-from irminsul import fingerprint, page_tree
+from irminsul import page_tree
 from irminsul.cache import ContentCache, next_step
+from irminsul.cache_key import namespace_prefix
 from irminsul.page_tree import FREE, PageTree
 from irminsul.plan import ROOT_WINDOW, read_content
 from irminsul.pool import LatentPool
@@ -57,8 +58,8 @@ def forget(
         every case the cache is unchanged.
     """
     cache.require_alive()
-    name = fingerprint.key_bytes(namespace)  # the first field of every key of this namespace
-    owners = {index for index, key in enumerate(cache.namespaces) if key.startswith(name)}
+    prefix = namespace_prefix(namespace)
+    owners = {index for index, key in enumerate(cache.namespaces) if key.startswith(prefix)}
     reached = cache.provenance.reached(_started(cache, what, owners), owners)
     gone, unknown = _rows_reached(cache, reached, owners)
     held = gone.any(axis=1)
@@ -118,7 +119,8 @@ def _rows_reached(
 
 def _drop_hints(cache: ContentCache, reached: dict[int, int], kept: Int64[np.ndarray, " N"]) -> None:
     """Unmakes the hints into rows that go, and those that would tell of rows that were evicted before."""
-    tree, config, keys = cache.tree, cache.config.chunking, {"content": [], "chain": []}
+    tree, config = cache.tree, cache.config.chunking
+    keys: dict[str, list[np.ndarray]] = {"content": [], "chain": []}
     for request, begin in reached.items():
         computation = cache.provenance.computations[request]
         tokens = cache.provenance.tokens(request)

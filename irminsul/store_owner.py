@@ -11,7 +11,7 @@ from irminsul.store_metrics import StoreMetrics
 from irminsul.store_record import StoredObjectError, decode_record, pack, read_key, unpack
 from irminsul.store_writer import Place
 
-KEY_FIELDS = ("namespace", "model", "adapter", "format", "bitwise")  # of ``prefill.request_key``
+KEY_FIELDS = ("namespace", "model", "adapter", "format", "mode", "context", "bitwise")  # of ``cache_key``
 READ_AHEAD = 256  # records asked for together
 
 

@@ -7,9 +7,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from irminsul.cache import ContentCache, open_namespace
+from irminsul.cache_key import request_key
 from irminsul.plan import EXACT, SHIFTED, ReusePlan, plan_prompt, read_content
 from irminsul.policies import get_policy
-from irminsul.prefill import PrefillResult, complete, prefill, request_key
+from irminsul.prefill import PrefillResult, complete, prefill
 
 
 @dataclasses.dataclass(frozen=True)

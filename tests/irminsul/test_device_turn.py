@@ -10,13 +10,14 @@ import pytest
 
 from irminsul import device_turn
 from irminsul.cache import CacheConfig, ConsumedError, open_namespace
+from irminsul.cache_key import request_key
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.device_cache import to_device, to_host
 from irminsul.engine import Engine
 from irminsul.plan import BINS
 from irminsul.policies import get_policy
-from irminsul.prefill import prefill, request_key
+from irminsul.prefill import prefill
 from models import families
 
 SMALL = ChunkingConfig(

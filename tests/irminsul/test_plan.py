@@ -249,6 +249,8 @@ OTHER_FIELDS = {
     "dtype": {"config": {"dtype": "bfloat16"}},
     "page size": {"config": {"page_size": 17}},
     "chunking": {"config": {"chunking": dataclasses.replace(SMALL_CHUNKS, seed=1)}},
+    "mode": {"mode": "fast"},
+    "context": {"context": "published"},
 }
 
 
@@ -261,7 +263,7 @@ def test_law_11_others_never_hit(config, monkeypatch, other, constant_hash):
     read = constant_hash_content if constant_hash else read_content
     tokens = random_tokens(0, 300)
     shifted = np.concatenate([random_tokens(1, 41), tokens])
-    owner = {"model": WEIGHTS, "namespace": "ada", "adapter": "", "config": {}}
+    owner = {"model": WEIGHTS, "namespace": "ada", "config": {}}
     cache = new_cache(config)
     monkeypatch.setattr("irminsul.prefill.request_key", lambda *_: key_of(config, owner))
     result = prefill(None, cache, tokens)
@@ -284,7 +286,7 @@ def test_law_11_others_never_hit(config, monkeypatch, other, constant_hash):
 
 def key_of(config, fields):
     cache = new_cache(dataclasses.replace(config, **fields["config"]))
-    return request_key(cache, fields["model"], fields["namespace"], fields["adapter"])
+    return request_key(cache, **{"adapter": "", **{name: fields[name] for name in fields if name != "config"}})
 
 
 def test_key_fields_do_not_run_into_each_other():
