@@ -14,6 +14,7 @@ import numpy as np
 
 from irminsul import fingerprint
 from irminsul.cache import CacheConfig
+from irminsul.dependence import DEPENDENCE_DTYPE, DISTANCES
 from pallas_kernels.rotary import RotaryTable
 
 VERSION = 1
@@ -32,6 +33,7 @@ class CacheFormat:
       dtype: of the rows.
       storage: keys rotated at their ``base`` position, or ``unrotated``.
       page_size: rows a page.
+      dependence: what is kept of each token's dependence; empty for nothing.
       chunking: digest of what decides cuts and fingerprints, and with them where rows lie.
     """
 
@@ -47,12 +49,20 @@ class CacheFormat:
     dtype: str
     storage: str
     page_size: int
+    dependence: str
     chunking: str
 
     @classmethod
     def of(cls, model: Any, config: CacheConfig) -> "CacheFormat":
         """The format of the rows that ``model`` writes into a cache of ``config``; ``model`` None: rows of nothing."""
-        row = {"kind": "", "num_layers": 0, "latent_width": 0, "rope_width": 0, "interleaved": False, "rope_heads": 0}
+        row: dict[str, Any] = {
+            "kind": "",
+            "num_layers": 0,
+            "latent_width": 0,
+            "rope_width": 0,
+            "interleaved": False,
+            "rope_heads": 0,
+        }
         if model is not None:
             row = dataclasses.asdict(model.row_format)
         return cls(
@@ -62,6 +72,9 @@ class CacheFormat:
             dtype=config.dtype,
             storage=config.storage,
             page_size=config.page_size,
+            dependence=f"{np.dtype(DEPENDENCE_DTYPE).name}{list(DISTANCES)}"
+            if getattr(config, "dependence", False)
+            else "",
             chunking=digest(repr(config.chunking).encode()),
             **row,
         )

@@ -8,9 +8,10 @@ pages behind it have lost their left context, so that they can be shifted hits a
 Objects of one owner (tenant, model, adapter, cache format) lie under a prefix of their own, and no other is ever listed
 or read for it::
 
-    <tenant>/<owner>/owner           the key and the format, in full
-    <tenant>/<owner>/index/<page>    what the rows of a page are
-    <tenant>/<owner>/rows/<page>     the rows
+    <tenant>/<owner>/owner                  the key and the format, in full
+    <tenant>/<owner>/index/<page>           what the rows of a page are
+    <tenant>/<owner>/rows/<page>            the rows
+    <tenant>/<owner>/computations/<name>    what they were computed from
 """
 
 import dataclasses
@@ -20,11 +21,12 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from irminsul import page_tree
-from irminsul.cache import CacheConfig, ContentCache, open_namespace
+from irminsul import fingerprint, page_tree
+from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_format import CacheFormat
 from irminsul.commit import pages_in_use
-from irminsul.page_tree import FREE, ORPHAN, PageTree
+from irminsul.forget import Forgotten
+from irminsul.page_tree import FREE, ORPHAN, UNKNOWN, PageTree
 from irminsul.placement import place
 from irminsul.plan import EXACT, SHIFTED, ReusePlan, extend_content, plan_prompt, read_content
 from irminsul.policies import Policy
@@ -41,7 +43,8 @@ from irminsul.store_catalog import (
     write_tree_rows,
 )
 from irminsul.store_metrics import StoreMetrics
-from irminsul.store_owner import Owner, open_owner
+from irminsul.store_owner import Owner, open_owner, owner_of, read_owner, tenant_prefix
+from irminsul.store_provenance import carry, number_in
 from irminsul.store_record import PageRecord, StoredObjectError, decode_rows
 from irminsul.store_transfer import fits_pool, start_gather, write_pages
 from irminsul.store_writer import DeleteJob, Place, WriteBehind, WriteJob
@@ -92,8 +95,9 @@ class Store:
         self._catalog = Catalog(config, max_pages)
         self._writer = WriteBehind(self._backend, self._host, self.metrics, queued_batches)
         self._batch_pages = batch_pages
-        self._owners: dict[bytes, Owner] = {}
+        self._owners: dict[str, Owner] = {}  # by digest
         self._names = PoolNames()
+        self._shorter: set[int] = set()  # computations cut short by forgetting, until they are written
 
     def __enter__(self) -> "Store":
         return self
@@ -172,10 +176,10 @@ class Store:
         pages = free_pages(cache.tree, len(entries), keep)
         self._miss("room", len(entries) - len(pages))
         cache, owner = open_namespace(cache, key)
-        cache.tree.clock[...] = cache.clock + 1
-        cache = dataclasses.replace(cache, clock=cache.clock + 1)
+        cache = next_step(cache, donate=True)
         for page in pages[cache.tree.namespace[pages] != FREE].tolist():
             page_tree.release(cache.tree, page)
+        cache = self._carry_to_pool(cache, entries)
         size = self._batch_pages
         batches = [entries[at : min(at + size, len(pages))] for at in range(0, len(pages), size)]
         reading = self._start_reading(batches[0]) if batches else {}
@@ -193,6 +197,22 @@ class Store:
             for page, entry, _ in found:
                 self._join_tree(cache, entry, page, owner)
         return cache
+
+    def _carry_to_pool(self, cache: ContentCache, entries: list[Entry]) -> ContentCache:
+        """Tells the cache what the rows of stored pages were computed from."""
+        catalog, names = self._catalog.cache, self._names
+        numbers = np.unique(catalog.tree.writer[[entry.slot for entry in entries]]).tolist()
+        cache, copied = carry(catalog, cache, numbers, names.clocks)
+        names.numbers |= {clock: number for number, clock in copied.items()}
+        return cache
+
+    def _carry_to_catalog(self, cache: ContentCache, pages: Iterable[int]) -> list[int]:
+        """Tells the catalog what the rows of pages of the pool were computed from; returns what it did not know."""
+        catalog, names = self._catalog, self._names
+        clocks = np.unique(cache.tree.writer[list(pages)]).tolist()
+        catalog.cache, copied = carry(cache, catalog.cache, clocks, names.numbers)
+        names.clocks |= {number: clock for clock, number in copied.items()}
+        return list(copied.values())
 
     def _start_reading(self, entries: list[Entry]) -> dict[str, Any]:
         """For each page its rows, where host memory has them, or else a future of its object."""
@@ -228,7 +248,11 @@ class Store:
     def _join_tree(self, cache: ContentCache, entry: Entry, page: int, owner: int) -> None:
         """Gives a free page of the pool to a stored one: behind its parent where that is in the pool, else without."""
         tree = cache.tree
-        write_tree_rows(tree, page, entry.record, owner)
+        known, computations = self._catalog.computations.number_of, cache.provenance.computations
+        writers = [
+            number_in(computations, self._names.clocks, known.get(writer, UNKNOWN)) for writer in entry.record.writers
+        ]
+        write_tree_rows(tree, page, entry.record, owner, writers)
         page_tree.attach(tree, page, self._parent_in_pool(entry, tree), entry.record.parent_end)
         tree.last_used[page] = cache.clock
         add_hints(cache, page, entry.record, cache.clock)
@@ -266,12 +290,21 @@ class Store:
         owner, tree = self._owner(request.key), cache.tree
         self._catalog.tick()
         self._names.follow(tree)
-        fresh: list[tuple[int, PageRecord]] = []
-        for page in request.pages.tolist():
-            if tree.namespace[page] == FREE or self._names.name(page, tree) is not None:
-                continue  # given back, or the pages of a request that was kept before
-            rows = read_tree_rows(tree, page)
+        pages = [
+            page
+            for page in request.pages.tolist()
+            if tree.namespace[page] != FREE and self._names.name(page, tree) is None  # else given back, or kept before
+        ]
+        if not pages:
+            return
+        computations = {
+            owner.computation_key(self._catalog.computations.name(number)): number
+            for number in self._carry_to_catalog(cache, pages)
+        }
+        records = []
+        for page in pages:
             begin = int(tree.base_position[page])
+            rows, writers = self._row_arrays(cache, page)
             record = PageRecord(
                 owner=owner.digest,
                 parent=parent_name(int(tree.parent[page]), self._names.name(int(tree.parent[page]), tree)),
@@ -279,30 +312,58 @@ class Store:
                 base_position=begin,
                 row_arrays=rows,
                 hints=hints_of_rows(content, begin, rows["pure"]),
+                writers=writers,
             )
             self._names.remember(page, record.name, tree)
-            fresh.append((page, record))
+            records.append(record)
         if self._backend.write_allowed:
-            self._write(cache, owner, fresh)
+            catalog = self._catalog
+            objects = {
+                key: catalog.computations.encode(catalog.cache, number, owner.digest)
+                for key, number in computations.items()
+            }
+            self._write(cache, owner, pages, records, objects)
 
-    def _write(self, cache: ContentCache, owner: Owner, fresh: list[tuple[int, PageRecord]]) -> None:
+    def _row_arrays(self, cache: ContentCache, page: int) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+        """What the tree says of the rows of a page, their computations by index into the names returned with it."""
+        rows = read_tree_rows(cache.tree, page)
+        clocks, index = np.unique(rows["writer"], return_inverse=True)
+        known, stored = self._catalog.cache.provenance.computations, self._catalog.computations
+        numbers = [number_in(known, self._names.numbers, clock) for clock in clocks.tolist()]
+        names = tuple("" if number == UNKNOWN else stored.name(number) for number in numbers)
+        return {**rows, "writer": index.astype(np.int32)}, names
+
+    def _write(
+        self,
+        cache: ContentCache,
+        owner: Owner,
+        pages: list[int],
+        records: list[PageRecord],
+        computations: dict[str, bytes],
+    ) -> None:
         """Files pages in the catalog and queues them batch by batch, making room first."""
-        new = {record.name: (page, record) for page, record in fresh if record.name not in self._catalog.entries}
-        index = self._catalog.owner(owner.key)
+        catalog = self._catalog
         jobs: list[tuple[int, str, PageRecord]] = []
         superseded: list[Entry] = []
-        for name, (page, record) in new.items():
-            if self._catalog.is_full() and not self._displace():
+        for page, record in zip(pages, records, strict=True):
+            name = record.name
+            if name in catalog.entries:
+                catalog.touch([catalog.entries[name].slot])
+                continue
+            if catalog.is_full() and not self._displace():
                 break  # this request alone fills the catalog
-            entry = self._catalog.add(name, record, index)
-            superseded += self._catalog.superseded_by(entry)
+            entry = catalog.add(name, record, catalog.owner(owner.key))
+            superseded += catalog.superseded_by(entry)
             jobs.append((page, name, record))
         for at in range(0, len(jobs), self._batch_pages):
-            pages, names, records = zip(*jobs[at : at + self._batch_pages], strict=True)
+            targets, names, batch = zip(*jobs[at : at + self._batch_pages], strict=True)
             places = [owner.place(name) for name in names]
-            gathered = start_gather(cache.pool, pages, self._batch_pages)
-            self._writer.put(WriteJob(list(names), list(records), places, gathered))
-        self._delete([entry for entry in superseded if entry.name in self._catalog.entries])
+            gathered = start_gather(cache.pool, targets, self._batch_pages)
+            self._writer.put(WriteJob(computations if at == 0 else {}, list(names), list(batch), places, gathered))
+        self._delete([entry for entry in superseded if entry.name in catalog.entries])
+        unneeded = [owner_of(key, self.format).computation_key(name) for key, name in catalog.collect(now=False)]
+        if unneeded:
+            self._writer.put(DeleteJob([], [], dict.fromkeys(unneeded)))
 
     def _displace(self) -> bool:
         """Deletes a batch of the pages unused for longest; false if all were used in this step."""
@@ -319,8 +380,7 @@ class Store:
         Raises:
           PermissionError: in a process that does not write.
         """
-        if not self._backend.write_allowed:
-            raise PermissionError(f"store {self._backend.url} was opened with write=False; delete where it is written")
+        self._require_writer()
         entries = [self._catalog.entries[name] for name in names if name in self._catalog.entries]
         self.metrics.deleted += len(entries)
         self._delete(entries)
@@ -331,6 +391,72 @@ class Store:
             self._writer.put(DeleteJob([entry.name for entry in entries], [self._place(entry) for entry in entries]))
         for entry in entries:
             self._catalog.remove(entry.name)
+
+    def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
+        """Removes what a text, or a request of the cache (its clock), has left in the stored pages of a tenant, and
+        everything computed from it; durable when this returns. Forget in the cache as well: it holds pages of its own.
+
+        Gone is also what cannot be examined: damaged objects, and the tenant's pages of another model or cache format.
+        Processes that only read find out when they ``refresh``.
+
+        Raises:
+          PermissionError: in a process that does not write.
+          StoreWriteError: if the key-value store refuses; forget again.
+          ValueError: for an empty run of tokens.
+        """
+        self._require_writer()
+        self.flush()
+        owners = self._open_tenant(namespace)
+        if isinstance(what, int):
+            what = self._names.numbers.get(what, UNKNOWN)
+            if what not in self._catalog.cache.provenance.computations:
+                return Forgotten(0, 0, 0, 0)
+        report, gone, shorter = self._catalog.forget(what, namespace)
+        self._shorter |= set(shorter)
+        for entry in gone:
+            self._host.drop(entry.name)
+        try:
+            self._keep_only_known(namespace, owners)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StoreWriteError(f"what was forgotten could not be deleted: {error}") from error
+        self.metrics.deleted += len(gone)
+        return report
+
+    def _open_tenant(self, namespace: str) -> list[Owner]:
+        """Opens every owner of a tenant whose pages this store can read."""
+        keys = self._backend.list(tenant_prefix(fingerprint.key_bytes(namespace)))
+        owners = []
+        for prefix in sorted({"/".join(key.split("/")[:2]) + "/" for key in keys}):
+            found = read_owner(self._backend, prefix)
+            if found is not None and found[1] == self.format:
+                owners.append(self._owner(found[0]))
+        return owners
+
+    def _keep_only_known(self, namespace: str, owners: list[Owner]) -> None:
+        """Rewrites computations that are shorter now and deletes what the catalog does not vouch for, records first."""
+        catalog, by_digest = self._catalog, {owner.digest: owner for owner in owners}
+        known = {f"{owner.prefix}owner" for owner in owners}
+        for entry in catalog.entries.values():
+            if entry.record.owner in by_digest:
+                place = by_digest[entry.record.owner].place(entry.name)
+                known |= {place.record_key, place.rows_key}
+        by_key = {owner.key: owner for owner in owners}
+        objects = {}
+        for number, computation in catalog.cache.provenance.computations.items():
+            owner = by_key.get(catalog.cache.namespaces[computation.namespace])
+            if owner is not None:
+                key = owner.computation_key(catalog.computations.name(number))
+                known.add(key)
+                if number in self._shorter:
+                    objects[key] = catalog.computations.encode(catalog.cache, number, owner.digest)
+        unknown = set(self._backend.list(tenant_prefix(fingerprint.key_bytes(namespace)))) - known
+        self._backend.delete(key for key in unknown if "/index/" in key)
+        self._backend.write({**objects, **dict.fromkeys(unknown)})
+        self._shorter.clear()
+
+    def _require_writer(self) -> None:
+        if not self._backend.write_allowed:
+            raise PermissionError(f"store {self._backend.url} was opened with write=False; delete where it is written")
 
     def _strike(self, entry: Entry) -> None:
         """Takes a page out of the catalog whose object cannot be served; whoever writes deletes it too."""
@@ -353,7 +479,8 @@ class Store:
 
     def refresh(self, key: bytes) -> None:
         """Looks again at what is stored for a key: for readers, what the writer has added or deleted since."""
-        owner = self._owners.pop(key, None)
+        self._writer.wait()
+        owner = self._owners.pop(owner_of(key, self.format).digest, None)
         if owner is not None:
             held = [name for name, entry in self._catalog.entries.items() if entry.record.owner == owner.digest]
             for name in held:
@@ -364,13 +491,13 @@ class Store:
 
     def _owner(self, key: bytes) -> Owner:
         """The owner of a key; on first sight its records are read."""
-        if key not in self._owners:
-            self._owners[key] = open_owner(self._backend, self._catalog, self.metrics, key, self.format)
-        return self._owners[key]
+        owner = owner_of(key, self.format)
+        if owner.digest not in self._owners:
+            self._owners[owner.digest] = open_owner(self._backend, self._catalog, self.metrics, key, self.format)
+        return owner
 
     def _place(self, entry: Entry) -> Place:
-        key = self._catalog.cache.namespaces[self._catalog.tree.namespace[entry.slot]]
-        return self._owners[key].place(entry.name)
+        return self._owners[entry.record.owner].place(entry.name)
 
     def _miss(self, reason: str, count: int = 1) -> None:
         if count:

@@ -14,6 +14,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import tensorstore
 from irminsul.store_record import StoredObjectError
 
 LOCK_NAME = "writer.lock"
+UNFINISHED = ".__lock"  # how tensorstore's file driver ends the name of an object until it is whole
 
 
 class StoreLockedError(RuntimeError):
@@ -48,6 +50,8 @@ class Backend:
         spec = store.spec().to_json()
         if write and spec.get("driver") == "file":
             self._lock = _lock_folder(spec["path"])
+            for left in Path(spec["path"]).rglob(f"*{UNFINISHED}"):
+                left.unlink()
 
     @property
     def url(self) -> str:
@@ -69,15 +73,14 @@ class Backend:
             raise StoredObjectError("unreadable", f"object cannot be read: {error}") from error
         return answer.value if answer.state == "value" else None
 
-    def write(self, objects: Mapping[str, bytes]) -> None:
-        """Writes objects together and returns when all are durable."""
+    def write(self, objects: Mapping[str, bytes] | Mapping[str, bytes | None]) -> None:
+        """Writes objects together, or deletes them (None), and returns when all of it is durable."""
         for future in [self._kv.write(key, value) for key, value in objects.items()]:
             future.result()
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects together and returns when all are gone; missing ones are no error."""
-        for future in [self._kv.write(key, None) for key in keys]:
-            future.result()
+        self.write(dict.fromkeys(keys))
 
     def list(self, prefix: str) -> list[str]:
         """Keys that begin with ``prefix``."""

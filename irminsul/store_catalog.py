@@ -6,15 +6,20 @@ of the prompt over this tree, with the same exact prefixes, shifted spans and to
 
 import dataclasses
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from irminsul import page_tree, registry
-from irminsul.cache import CacheConfig, ContentCache, new_cache, open_namespace
-from irminsul.page_tree import FREE, ORPHAN, ROOT, PageTree
+from irminsul.cache import CacheConfig, ContentCache, new_cache, next_step, open_namespace
+from irminsul.forget import Forgotten, forget
+from irminsul.page_tree import FREE, ORPHAN, ROOT, UNKNOWN, PageTree
 from irminsul.plan import ROOT_WINDOW, PromptContent
+from irminsul.store_provenance import StoredComputations
 from irminsul.store_record import ORPHAN_NAME, ROOT_NAME, Hints, PageRecord
+
+SPARE_COMPUTATIONS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +39,9 @@ class Catalog:
         self.entries: dict[str, Entry] = {}
         self._entry_of_slot: dict[int, Entry] = {}
         self._children: dict[str, set[str]] = {}  # by name of the parent, whether it is here or not
+        self.computations = StoredComputations()
         self._free = list(range(max_pages))[::-1]
-        self._clock = 0
+        self._step = 0
 
     @property
     def tree(self) -> PageTree:
@@ -50,14 +56,14 @@ class Catalog:
         """The page in a slot."""
         return self._entry_of_slot[slot]
 
-    def tick(self) -> int:
+    def tick(self) -> None:
         """Starts a step; pages touched from now on count as used later than those before."""
-        self._clock += 1
-        return self._clock
+        self.cache = next_step(self.cache, donate=True)
+        self._step = self.cache.clock
 
     def touch(self, slots: Any) -> None:
         """Marks pages as used in this step."""
-        self.tree.last_used[slots] = self._clock
+        self.tree.last_used[slots] = self.cache.clock
 
     def is_full(self) -> bool:
         """Whether a page must go before another can come."""
@@ -65,7 +71,7 @@ class Catalog:
 
     def oldest(self, count: int) -> list[Entry]:
         """Up to ``count`` pages to give up: those unused for longest, but none used in this step."""
-        slots = page_tree.pages_to_evict(self.tree, count, self.tree.last_used == self._clock)
+        slots = page_tree.pages_to_evict(self.tree, count, self.tree.last_used >= self._step)
         return [self._entry_of_slot[slot] for slot in slots.tolist()]
 
     def add(self, name: str, record: PageRecord, owner: int) -> Entry:
@@ -73,10 +79,11 @@ class Catalog:
         tree = self.tree
         slot = self._free.pop()
         entry = Entry(name, record, slot)
-        write_tree_rows(tree, slot, record, owner)
-        tree.last_used[slot] = self._clock
+        known = self.computations.number_of
+        write_tree_rows(tree, slot, record, owner, [known.get(writer, UNKNOWN) for writer in record.writers])
+        tree.last_used[slot] = self.cache.clock
         page_tree.attach(tree, slot, self._slot_of_parent(record), record.parent_end)
-        add_hints(self.cache, slot, record, self._clock)
+        add_hints(self.cache, slot, record, self.cache.clock)
         self.entries[name], self._entry_of_slot[slot] = entry, entry
         self._children.setdefault(record.parent, set()).add(name)
         for child in self._children.get(name, ()):
@@ -95,6 +102,42 @@ class Catalog:
         page_tree.release(self.tree, entry.slot)
         self._free.append(entry.slot)
         return entry
+
+    def collect(self, *, now: bool = True) -> list[tuple[bytes, str]]:
+        """Drops the computations no page depends on (unless ``now``, only once they are many); returns the key and the
+        name that each is stored under."""
+        provenance = self.cache.provenance
+        if not now and len(provenance.computations) < provenance.collect_at:
+            return []
+        before = dict(provenance.computations)
+        provenance.collect(self.tree)
+        provenance.collect_at = 2 * len(provenance.computations) + SPARE_COMPUTATIONS
+        return [
+            (self.cache.namespaces[computation.namespace], name)
+            for number, computation in before.items()
+            if number not in provenance.computations and (name := self.computations.drop(number)) is not None
+        ]
+
+    def forget(self, what: np.ndarray | int, namespace: str) -> tuple[Forgotten, list[Entry], list[int]]:
+        """Removes the transitive closure of a text or of a computation (by number), as ``forget.forget`` does.
+
+        A page that loses rows goes whole. Returns the report, the pages that are gone, and the numbers of the
+        computations that are shorter now.
+        """
+        before = dict(self.cache.provenance.computations)
+        self.cache, report = forget(self.cache, what, namespace=namespace)
+        tree, after = self.tree, self.cache.provenance.computations
+        changed = [
+            entry
+            for entry in self.entries.values()
+            if tree.namespace[entry.slot] == FREE or tree.fill[entry.slot] < entry.record.fill
+        ]
+        for entry in changed:
+            self.remove(entry.name)
+        for number in before:
+            if number not in after:
+                self.computations.drop(number)
+        return report, changed, [number for number in after if after[number] is not before[number]]
 
     def superseded_by(self, entry: Entry) -> list[Entry]:
         """Pages that say nothing beyond what ``entry`` says, and that no page hangs on."""
@@ -121,27 +164,35 @@ class Catalog:
 
 
 class PoolNames:
-    """Which page of the pool holds which stored page, for one page tree; a page that changed hands has no name."""
+    """What the pool and the catalog call the same thing, for one page tree.
+
+    A page that changed hands or lost rows has no name. ``numbers`` and ``clocks`` translate computations (``carry``),
+    from pool to catalog and from catalog to pool.
+    """
 
     def __init__(self) -> None:
         self._page_of_name: dict[str, int] = {}
-        self._name_of_page: dict[int, tuple[int, str]] = {}  # serial and name
+        self._name_of_page: dict[int, tuple[int, int, str]] = {}  # serial, rows and name
+        self.numbers: dict[int, int] = {}
+        self.clocks: dict[int, int] = {}
         self._tokens: Any = lambda: None
 
     def follow(self, tree: PageTree) -> None:
         """Forgets all names if ``tree`` is another one than before."""
         if self._tokens() is not tree.tokens:
-            self._page_of_name, self._name_of_page = {}, {}
+            self._page_of_name, self._name_of_page, self.numbers, self.clocks = {}, {}, {}, {}
             self._tokens = weakref.ref(tree.tokens)
 
     def remember(self, page: int, name: str, tree: PageTree) -> None:
         """Notes that ``page`` holds the page ``name``."""
-        self._page_of_name[name], self._name_of_page[page] = page, (int(tree.serial[page]), name)
+        self._page_of_name[name] = page
+        self._name_of_page[page] = int(tree.serial[page]), int(tree.fill[page]), name
 
     def name(self, page: int, tree: PageTree) -> str | None:
-        """The name of a page of the pool, if it has one since it last changed hands."""
-        serial, name = self._name_of_page.get(page, (-1, ""))
-        return name if page >= 0 and serial == tree.serial[page] and tree.namespace[page] != FREE else None
+        """The name of a page of the pool, if it has one since it last changed."""
+        serial, rows, name = self._name_of_page.get(page, (-1, 0, ""))
+        same = page >= 0 and serial == tree.serial[page] and rows == tree.fill[page]
+        return name if same and tree.namespace[page] != FREE else None
 
     def page(self, name: str, tree: PageTree) -> int | None:
         """The page of the pool that holds a stored page."""
@@ -160,16 +211,18 @@ def read_tree_rows(tree: PageTree, page: int) -> dict[str, np.ndarray]:
     return {name: getattr(tree, name)[page, : tree.fill[page]].copy() for name in row_array_names(tree)}
 
 
-def write_tree_rows(tree: PageTree, page: int, record: PageRecord, owner: int) -> None:
+def write_tree_rows(tree: PageTree, page: int, record: PageRecord, owner: int, writers: Sequence[int]) -> None:
     """Hands a free ``page`` to a stored one, in place. Where it hangs in the tree is the caller's business.
 
-    What a record does not know of its rows stays as it is in a free page.
+    What a record does not know of its rows stays as it is in a free page. ``writers`` are the numbers that
+    ``record.writers`` have where the tree belongs.
     """
     fill = record.fill
     tree.tokens[page] = -1
     for name in row_array_names(tree):
         if name in record.row_arrays:
             getattr(tree, name)[page, :fill] = record.row_arrays[name]
+    tree.writer[page, :fill] = np.array([*writers, UNKNOWN], np.int32)[record.row_arrays["writer"]]
     tree.fill[page] = fill
     tree.base_position[page] = record.base_position
     tree.namespace[page] = owner

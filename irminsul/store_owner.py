@@ -1,7 +1,7 @@
 """Whose pages lie where: opening the part of a store that belongs to one tenant, model, adapter and cache format."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from irminsul import fingerprint
 from irminsul.cache_format import CacheFormat, digest
@@ -27,47 +27,92 @@ class Owner:
         """Where a page lies."""
         return Place(f"{self.prefix}index/{name}", f"{self.prefix}rows/{name}")
 
+    def computation_key(self, name: str) -> str:
+        """Where a computation lies."""
+        return f"{self.prefix}computations/{name}"
+
+
+def tenant_prefix(key: bytes) -> str:
+    """Under which everything of the tenant of a key lies."""
+    return f"{digest(fingerprint.key_bytes(read_key(key)[0]))}/"
+
+
+def owner_of(key: bytes, cache_format: CacheFormat) -> Owner:
+    """Where the pages of a key and format lie."""
+    name = digest(fingerprint.key_bytes(key, cache_format.key))
+    return Owner(key, f"{tenant_prefix(key)}{name}/", name)
+
 
 def open_owner(
     backend: Backend, catalog: Catalog, metrics: StoreMetrics, key: bytes, cache_format: CacheFormat
 ) -> Owner:
     """Files the records of an owner in the catalog; counts those of the tenant's other owners by what sets them apart.
 
-    Nothing under another tenant's prefix is listed or read. The process that writes also sweeps out rows that no record
-    leads to: a crash came between the two.
+    Nothing under another tenant's prefix is listed or read. The process that writes also sweeps out what no record
+    leads to: rows and computations whose record a crash kept from being written.
     """
-    tenant = digest(fingerprint.key_bytes(read_key(key)[0]))
-    name = digest(fingerprint.key_bytes(key, cache_format.key))
-    owner = Owner(key, f"{tenant}/{name}/", name)
-    keys = backend.list(f"{tenant}/")
-    index, rows = f"{owner.prefix}index/", f"{owner.prefix}rows/"
-    names = [key.removeprefix(index) for key in keys if key.startswith(index)]
+    owner = owner_of(key, cache_format)
+    keys = backend.list(tenant_prefix(key))
+    own = [key.removeprefix(owner.prefix).split("/") for key in keys if key.startswith(owner.prefix)]
+    names: dict[str, list[str]] = {"index": [], "rows": [], "computations": []}
+    for kind, *name in own:
+        if kind in names and len(name) == 1:
+            names[kind] += name
     _skip_others(backend, metrics, owner, cache_format, [key for key in keys if not key.startswith(owner.prefix)])
     if backend.write_allowed:
         backend.write({f"{owner.prefix}owner": pack({}, {"key": key.hex(), "format": cache_format.to_json()})})
-        indexed = set(names)
-        backend.delete(key for key in keys if key.startswith(rows) and key.removeprefix(rows) not in indexed)
-    for at in range(0, len(names), READ_AHEAD):
-        some = names[at : at + READ_AHEAD]
-        futures = [backend.start_read(index + name) for name in some]
-        for name, future in zip(some, futures, strict=True):
-            _file(backend, catalog, metrics, owner, name, future)
+
+    def skip(reason: str) -> None:
+        metrics.skipped[reason] += 1
+
+    number = catalog.owner(key)
+    for some in _batches(names["computations"]):
+        objects = dict(_read(backend, {name: owner.computation_key(name) for name in some}, skip))
+        catalog.cache = catalog.computations.file(catalog.cache, objects, owner.digest, key, skip)
+    for some in _batches(names["index"]):
+        for page, data in _read(backend, {name: owner.place(name).record_key for name in some}, skip):
+            _file(catalog, owner, number, page, data, skip)
+    if backend.write_allowed and not catalog.is_full():
+        _sweep(backend, catalog, owner, names)
     return owner
 
 
-def _file(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner: Owner, name: str, future: Any) -> None:
+def _sweep(backend: Backend, catalog: Catalog, owner: Owner, names: dict[str, list[str]]) -> None:
+    indexed = set(names["index"])
+    backend.delete(owner.place(name).rows_key for name in names["rows"] if name not in indexed)
+    catalog.collect()
+    known = catalog.computations.number_of
+    backend.delete(owner.computation_key(name) for name in names["computations"] if name not in known)
+
+
+def _batches(names: list[str]) -> Iterator[list[str]]:
+    for at in range(0, len(names), READ_AHEAD):
+        yield names[at : at + READ_AHEAD]
+
+
+def _read(backend: Backend, keys: dict[str, str], skip: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
+    """The objects there are, by name, read together."""
+    futures = {name: backend.start_read(key) for name, key in keys.items()}
+    for name, future in futures.items():
+        try:
+            data = backend.finish_read(future)
+        except StoredObjectError as error:
+            skip(error.reason)
+            continue
+        if data is not None:  # else deleted since it was listed
+            yield name, data
+
+
+def _file(catalog: Catalog, owner: Owner, number: int, name: str, data: bytes, skip: Callable[[str], None]) -> None:
     try:
-        data = backend.finish_read(future)
-        if data is None:
-            return  # deleted since it was listed
         record = decode_record(data, name, owner.digest)
     except StoredObjectError as error:
-        metrics.skipped[error.reason] += 1
+        skip(error.reason)
         return
     if catalog.is_full():
-        metrics.skipped["full"] += 1
+        skip("full")
     elif name not in catalog.entries:
-        catalog.add(name, record, catalog.owner(owner.key))
+        catalog.add(name, record, number)
 
 
 def _skip_others(
@@ -82,17 +127,27 @@ def _skip_others(
         metrics.skipped[_difference(backend, owner, cache_format, prefix)] += count
 
 
-def _difference(backend: Backend, owner: Owner, cache_format: CacheFormat, prefix: str) -> str:
-    """Names what sets the owner under ``prefix`` apart from ``owner``."""
+def read_owner(backend: Backend, prefix: str) -> tuple[bytes, CacheFormat] | None:
+    """The key and format of what lies under a prefix; None where it does not say."""
     try:
         data = backend.finish_read(backend.start_read(f"{prefix}owner"))
         if data is None:
-            return "foreign"
+            return None
         header = unpack(data)[1]
-        key, other = bytes.fromhex(str(header["key"])), CacheFormat.from_json(str(header["format"]))
-        fields = list(zip(KEY_FIELDS, read_key(key), read_key(owner.key), strict=True))
+        return bytes.fromhex(str(header["key"])), CacheFormat.from_json(str(header["format"]))
     except (StoredObjectError, ValueError, KeyError):
+        return None
+
+
+def _difference(backend: Backend, owner: Owner, cache_format: CacheFormat, prefix: str) -> str:
+    """Names what sets the owner under ``prefix`` apart from ``owner``."""
+    found = read_owner(backend, prefix)
+    if found is None:
         return "foreign"
-    names = [name for name, theirs, ours in fields if theirs != ours and name != "format"]
-    names += [name for name in cache_format.differences(other) if name not in names]
+    theirs, ours = read_key(found[0]), read_key(owner.key)
+    if len(theirs) != len(ours):
+        return "version"
+    fields = zip(KEY_FIELDS, theirs, ours, strict=False)
+    names = [name for name, their, our in fields if their != our and name != "format"]
+    names += [name for name in cache_format.differences(found[1]) if name not in names]
     return "+".join(names) or "format"

@@ -28,6 +28,7 @@ ROOT_NAME = "root"  # parent of a page whose row 0 is the first token of a promp
 ORPHAN_NAME = "orphan"  # parent of a page whose left context was gone when it was stored
 HINT_TABLES = ("content", "chain")
 NAMED_ROWS = ("tokens", "pure", "decoded")  # the row arrays that make a page another page
+RECORD_HEADER = ("owner", "parent", "parent_end", "base_position", "writers")
 PLAIN = "biufc"  # numpy kinds that safetensors reads back; others travel as unsigned integers
 
 
@@ -57,6 +58,8 @@ class PageRecord:
         belong to the path.
       base_position: position row 0 was computed at.
       row_arrays: of the page tree, one value a row: ``tokens``, ``pure``, ``decoded`` and whatever else rows carry.
+        ``writer`` is an index into ``writers``, or -1.
+      writers: names of the computations that the rows come from (``store_provenance``).
       hints: by table (``HINT_TABLES``).
     """
 
@@ -65,6 +68,7 @@ class PageRecord:
     parent_end: int
     base_position: int
     row_arrays: Mapping[str, np.ndarray]
+    writers: tuple[str, ...]
     hints: Mapping[str, Hints]
 
     @property
@@ -153,7 +157,7 @@ def encode_record(record: PageRecord) -> bytes:
     arrays = {f"row.{name}": array for name, array in record.row_arrays.items()}
     for table, hints in record.hints.items():
         arrays |= {f"{table}.keys": hints.keys, f"{table}.row_ends": hints.row_ends}
-    header = {name: getattr(record, name) for name in ("owner", "parent", "parent_end", "base_position")}
+    header = {name: getattr(record, name) for name in RECORD_HEADER}
     return pack(arrays, header)
 
 
@@ -166,6 +170,7 @@ def decode_record(data: bytes, name: str, owner: str) -> PageRecord:
     """
     arrays, header = unpack(data)
     try:
+        header["writers"] = tuple(header["writers"])  # type: ignore[arg-type]
         record = PageRecord(
             row_arrays={key[4:]: array for key, array in arrays.items() if key.startswith("row.")},
             hints={table: Hints(arrays[f"{table}.keys"], arrays[f"{table}.row_ends"]) for table in HINT_TABLES},

@@ -7,6 +7,7 @@ transfer nor for the store, unless the queue is full.
 import dataclasses
 import queue
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,10 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class WriteJob:
-    """Pages to write: ``gathered`` holds their rows, page ``i`` at index ``i``."""
+    """Pages to write: ``gathered`` holds their rows, page ``i`` at index ``i``. ``computations`` are objects by key,
+    written before them."""
 
+    computations: Mapping[str, bytes]
     names: list[str]
     records: list[PageRecord]
     places: list[Place]
@@ -41,10 +44,11 @@ class WriteJob:
 
 @dataclasses.dataclass(frozen=True)
 class DeleteJob:
-    """Pages to delete."""
+    """Pages to delete, and computations, by key, to replace or (None) delete behind them."""
 
     names: list[str]
     places: list[Place]
+    computations: Mapping[str, bytes | None] = dataclasses.field(default_factory=dict)
 
 
 class WriteBehind:
@@ -104,14 +108,14 @@ class WriteBehind:
         self._jobs.task_done()
 
     def _write(self, job: WriteJob) -> None:
-        """Rows first; only when they are durable the records that lead to them."""
+        """Rows first; only when they, and what they were computed from, are durable the records that lead to them."""
         objects, records = {}, {}
         for index, (name, record, place) in enumerate(zip(job.names, job.records, job.places, strict=True)):
             rows = job.rows(index)
             self._host.put(name, rows)
             objects[place.rows_key] = encode_rows(name, record.owner, rows)
             records[place.record_key] = encode_record(record)
-        self._backend.write(objects)
+        self._backend.write({**job.computations, **objects})
         self._backend.write(records)
         self._metrics.written += len(job.names)
         self._metrics.bytes_written += sum(map(len, objects.values())) + sum(map(len, records.values()))
@@ -122,6 +126,7 @@ class WriteBehind:
             self._host.drop(name)
         self._backend.delete([place.record_key for place in job.places])
         self._backend.delete([place.rows_key for place in job.places])
+        self._backend.write(job.computations)
 
     def _forget_pending(self, job: WriteJob) -> None:
         with self._lock:

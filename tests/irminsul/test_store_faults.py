@@ -145,7 +145,7 @@ def test_a_crash_at_any_write_leaves_a_readable_store(model, config, empty, monk
         return one_by_one
 
     exact = []
-    for limit in range(1, 10):  # the owner, and record and rows of four pages
+    for limit in range(1, 11):  # the owner, the computation, and record and rows of four pages
         kv = memory_store()
         with monkeypatch.context() as patched, Store(kv, model, config, batch_pages=2) as store:
             patched.setattr(Backend, "write", crashing(limit))
@@ -164,7 +164,7 @@ def test_a_crash_at_any_write_leaves_a_readable_store(model, config, empty, monk
 
 # A process that keeps pages until it is killed, and what it wrote; no model is needed for that.
 ROWS = RowFormat("latent", 2, 5, 4, True)
-CONFIG = CacheConfig(num_pages=61, page_size=13, max_prompt_tokens=409, chunking=SMALL_CHUNKS)
+CONFIG = CacheConfig(num_pages=61, page_size=13, max_prompt_tokens=409, dependence=False, chunking=SMALL_CHUNKS)
 WRITER = """
 import sys
 from irminsul.store import Store

@@ -22,6 +22,7 @@ def base(model, config):
         ({"dtype": "bfloat16"}, ["dtype"]),
         ({"storage": "unrotated"}, ["storage"]),
         ({"page_size": 17}, ["page_size"]),
+        ({"dependence": False}, ["dependence"]),
     ],
 )
 def test_a_cache_of_another_shape_has_another_format(model, config, base, change, named):

@@ -1,0 +1,138 @@
+"""What stored rows were computed from: the computations of a cache (``provenance``), carried to the catalog and back.
+
+The catalog has the form of a cache, so it keeps computations in the same form, under numbers of its own; ``carry``
+copies those that rows need, and those they were computed from in turn. In a store each is an object of its own, written
+before the pages that name it. A page whose computation is gone was computed behind who knows what, and is forgotten
+with whatever is forgotten in its tenant.
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+
+from irminsul.cache import ContentCache, open_namespace
+from irminsul.page_tree import UNKNOWN
+from irminsul.provenance import NAMESPACE, WRITER, Computation
+from irminsul.store_record import StoredObjectError, pack, unpack
+
+
+def carry(
+    source: ContentCache, target: ContentCache, requests: Iterable[int], known: dict[int, int]
+) -> tuple[ContentCache, dict[int, int]]:
+    """Copies the computations of ``requests``, and all they lead back to, from one cache to another.
+
+    Args:
+      known: numbers in ``source`` to numbers in ``target``; those still in ``target`` are not copied. Completed.
+
+    Returns:
+      The target with its clock advanced by one a computation, and ``known`` of those copied, sources first.
+    """
+    there, here = target.provenance.computations, source.provenance.computations
+    needed: set[int] = set()
+    waiting = list(requests)
+    while waiting:
+        request = waiting.pop()
+        if request in here and request not in needed and known.get(request) not in there:
+            needed.add(request)
+            waiting += here[request].sources[:, WRITER].tolist()
+    copied = {}
+    for request in [request for request in here if request in needed]:
+        computation, sources = here[request], here[request].sources.copy()
+        for line in sources:
+            line[WRITER] = number_in(there, known, int(line[WRITER]))
+            target, line[NAMESPACE] = open_namespace(target, source.namespaces[line[NAMESPACE]])
+        target, namespace = open_namespace(target, source.namespaces[computation.namespace])
+        target = dataclasses.replace(target, clock=target.clock + 1)
+        target.tree.clock[...] = target.clock
+        there[target.clock] = dataclasses.replace(computation, namespace=namespace, sources=sources)
+        known[request] = copied[request] = target.clock
+    return target, copied
+
+
+def number_in(computations: Mapping[int, Computation], known: Mapping[int, int], request: int) -> int:
+    """What ``carry`` calls a request in the target, or ``UNKNOWN``."""
+    number = known.get(request, UNKNOWN)
+    return number if number in computations else UNKNOWN
+
+
+class StoredComputations:
+    """The names under which the computations of a catalog are stored."""
+
+    def __init__(self) -> None:
+        self.name_of: dict[int, str] = {}
+        self.number_of: dict[str, int] = {}
+
+    def name(self, number: int) -> str:
+        """The name of a computation, chosen at random on first use; it may shrink under it when something is
+        forgotten."""
+        if number not in self.name_of:
+            self.remember(number, secrets.token_hex(16))
+        return self.name_of[number]
+
+    def remember(self, number: int, name: str) -> None:
+        """Notes the name a computation is stored under."""
+        self.name_of[number], self.number_of[name] = name, number
+
+    def drop(self, number: int) -> str | None:
+        """Forgets a computation and says under which name it is stored."""
+        name = self.name_of.pop(number, None)
+        if name is not None:
+            del self.number_of[name]
+        return name
+
+    def encode(self, catalog: ContentCache, number: int, owner: str) -> bytes:
+        """The object of a computation."""
+        computation = catalog.provenance.computations[number]
+        writers = computation.sources[:, WRITER].tolist()
+        header = {
+            "owner": owner,
+            "length": computation.length,
+            "writers": [self.name(writer) if writer in catalog.provenance.computations else "" for writer in writers],
+            "namespaces": [catalog.namespaces[index].hex() for index in computation.sources[:, NAMESPACE].tolist()],
+        }
+        return pack({"computed": computation.computed, "sources": computation.sources}, header)
+
+    def file(
+        self, catalog: ContentCache, objects: Mapping[str, bytes], owner: str, key: bytes, skip: Callable[[str], None]
+    ) -> ContentCache:
+        """Reads the computations of an owner into the catalog, sources first. ``skip`` is told why one is not."""
+        read: dict[str, tuple[Computation, list[str]]] = {}
+        catalog, namespace = open_namespace(catalog, key)
+        for name, data in objects.items():
+            try:
+                arrays, header = unpack(data)
+                if header["owner"] != owner:
+                    raise StoredObjectError("foreign", f"computation {name} belongs to another owner")
+                sources = arrays["sources"].reshape(-1, 5).copy()
+                for line, hexadecimal in zip(sources, header["namespaces"], strict=True):  # type: ignore[call-overload]
+                    catalog, line[NAMESPACE] = open_namespace(catalog, bytes.fromhex(hexadecimal))
+                computation = Computation(namespace, int(str(header["length"])), arrays["computed"], sources)
+                read[name] = computation, [str(writer) for writer in header["writers"]]  # type: ignore[attr-defined]
+            except StoredObjectError as error:
+                skip(error.reason)
+            except (KeyError, ValueError, TypeError):
+                skip("corrupt")
+        for name in _sources_first({name: writers for name, (_, writers) in read.items()}):
+            computation, writers = read[name]
+            computation.sources[:, WRITER] = [self.number_of.get(writer, UNKNOWN) for writer in writers]
+            if name not in self.number_of:
+                catalog = dataclasses.replace(catalog, clock=catalog.clock + 1)
+                catalog.tree.clock[...] = catalog.clock
+                self.remember(catalog.clock, name)
+            catalog.provenance.computations[self.number_of[name]] = computation
+        return catalog
+
+
+def _sources_first(sources: Mapping[str, list[str]]) -> list[str]:
+    """Names in an order in which each comes behind those it leads back to."""
+    order: dict[str, None] = {}
+    for first in sources:
+        stack = [first]
+        while stack:
+            name = stack[-1]
+            ahead = [other for other in sources[name] if other in sources and other not in order and other not in stack]
+            if ahead and name not in order:
+                stack.append(ahead[0])
+            else:
+                order[stack.pop()] = None
+    return list(order)
