@@ -6,6 +6,7 @@ PARITY_HIGH := 3.12
 VENV := .venv/bin
 # Written once an environment holds what its lock asks for.
 READY := .venv/.ready
+TPU_READY := .venv/tpu/.ready
 PARITY_READY := .venv-parity/.ready
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(wildcard tests/*/bench*.py pallas_kernels/bench.py)
@@ -23,10 +24,16 @@ $(READY): requirements.lock pyproject.toml
 	tools/pip.sh .venv --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# The compiler for TPUs exists for Linux alone; without it the tests that need it are skipped.
+$(TPU_READY): requirements-tpu.lock | $(READY)
+	tools/pip.sh .venv --no-deps --upgrade --target $(@D) --requirement requirements-tpu.lock || \
+	  echo "no libtpu for this machine: compiling for TPUs is not tested" >&2
+	@mkdir -p $(@D) && touch $@
+
 demo: $(READY)  ## replay an agent session whose header changes every turn; writes results/demo
 	$(VENV)/python -m experiments.run --config=experiments/configs/demo.py --out=results/demo
 
-test: lint  ## lint, types and every test
+test: lint $(TPU_READY)  ## lint, types and every test
 	$(VENV)/python -m pytest
 
 lint: $(READY)  ## ruff and mypy

@@ -131,6 +131,7 @@ def test_lock_satisfies_pyproject():
     extras = pins((ROOT / "requirements-extras.lock").read_text())
     optional = project["optional-dependencies"]
     assert set(extras) == {canonicalize_name(name) for name in optional["smollm2"] + optional["deepseek"]}
+    assert unmet(optional["tpu"], pins((ROOT / "requirements-tpu.lock").read_text())) == []
 
 
 def test_only_the_parity_environment_pins_torch():

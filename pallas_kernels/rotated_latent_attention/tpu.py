@@ -12,10 +12,9 @@ step starts the copies of the next one, across tiles too, and then works on what
 2. scores, mask by position, running maximum;
 3. rows that nobody may see are zeroed (a weight of 0 does not silence a NaN); weights times latents.
 
-Latents and rotary keys are padded to lanes apart, each in an array of its own.
+Latents and rotary keys fill lanes apart, each in an array of its own: pages of rotary keys are allocated 128 wide.
 """
 
-import math
 from functools import partial
 
 import jax
@@ -32,7 +31,7 @@ from pallas_kernels.rotated_latent_attention.reference import NEVER
 
 PAGES_PER_STEP = 8  # also the sublanes of a float32 tile: cosines of one step are one aligned copy
 TILE_ROWS = 256
-LANES = 128
+LANES, SUBLANES = 128, 16  # of a bfloat16 tile
 # A finite floor below every score and above the mask: differences of equal infinities would be NaN.
 FLOOR, MASKED = -1e20, -1e30
 
@@ -43,7 +42,7 @@ def rotated_latent_attention(
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
     latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G R"],
+    rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
     rotary: RotaryTable,
@@ -55,6 +54,9 @@ def rotated_latent_attention(
     interpret: pltpu.InterpretParams | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``. ``tile_rows`` bounds the query rows a tile (static).
+
+    Rotary pages may be wider than the rotary width ``R``; what stands behind it is not read. On a device they fill
+    lanes (128): XLA keeps a narrower array with the page axis last, and would copy the pool before every call.
 
     Raises:
       NotImplementedError: for shapes or dtypes the kernel does not take.
@@ -74,18 +76,23 @@ def rotated_latent_attention(
     last = jnp.max(tiles.position, axis=1)
     visible = used[tiles.request] & (table.target_position[tiles.request] <= last[:, None])
     count = jnp.max(jnp.where(visible, jnp.arange(1, used.shape[1] + 1), 0), axis=1)
-    scalars = (tiles.request, last, -(-count // pages_per_step), layer.reshape(1)) + tuple(
-        jnp.where(used, field, 0).reshape(-1) for field in (table.page_id, table.row_begin, table.row_end, origin)
+    entry_fields = (table.page_id, table.row_begin, table.row_end, origin)
+    scalars = (
+        *(tiles.request, last, -(-count // pages_per_step), layer.reshape(1)),
+        *(jnp.where(used, field, 0).reshape(-1) for field in entry_fields),
     )
     turns = _per_value(cos_sin(rotary, jnp.where(used, delta, 0)), rotary.interleaved)
     row_turns = _per_value(cos_sin(rotary, jnp.arange(page_rows)), rotary.interleaved)
-    pairs = jnp.zeros((1, rope_pages.shape[-1] // 2))
-    right_angle = apply_rotation(jnp.eye(rope_pages.shape[-1]), pairs, pairs + 1, rotary.interleaved)
+    width, lanes = q_rope.shape[-1], rope_pages.shape[-1]
+    pairs = jnp.zeros((1, width // 2))
+    right_angle = apply_rotation(jnp.eye(width), pairs, pairs + 1, rotary.interleaved).astype(rope_pages.dtype)
+    right_angle = jnp.pad(right_angle, ((0, lanes - width), (0, 0)))
+    q_rope, right_angle, *turns = (_to_lanes(x, lanes) for x in (q_rope, right_angle, *turns, *row_turns))
     pools = (latent_pages, rope_pages)
     queries = (pack(tiles, q_latent), pack(tiles, q_rope), jnp.repeat(tiles.position, heads, axis=1)[..., None])
-    constants = (right_angle.astype(rope_pages.dtype), *row_turns)
-    kernel = _kernel(queries, constants, pools, len(scalars), pages_per_step, scale, storage, interpret)
-    out, lse = kernel(*scalars, *queries, *constants, *turns, *pools)
+    constants = (right_angle, *turns[2:])
+    kernel = _kernel(queries, constants, pools, len(scalars), pages_per_step, width, scale, storage, interpret)
+    out, lse = kernel(*scalars, *queries, *constants, *turns[:2], *pools)
     return unpack(tiles, out, tokens, heads, 0.0), unpack(tiles, lse[..., :1], tokens, heads, -jnp.inf)[..., 0]
 
 
@@ -127,15 +134,13 @@ def unpack(tiles: TokenTiles, rows: Float[Array, "W KH X"], tokens: int, heads: 
 
 
 def _check_supported(latent_pages, rope_pages, q_latent):
-    width, page_rows = latent_pages.shape[-1], latent_pages.shape[-2]
-    dtypes = {latent_pages.dtype, rope_pages.dtype, q_latent.dtype}
-    sublanes = 32 // jnp.dtype(q_latent.dtype).itemsize
+    page_rows, widths = latent_pages.shape[2], (latent_pages.shape[3], rope_pages.shape[3])
     reasons = (
-        (width % LANES, f"latent width {width}; it takes multiples of {LANES}"),
-        (page_rows % sublanes, f"pages of {page_rows} rows; it takes multiples of {sublanes}"),
+        (any(width % LANES for width in widths), f"pages {widths} wide; it takes multiples of {LANES}"),
+        (page_rows % SUBLANES, f"pages of {page_rows} rows; it takes multiples of {SUBLANES}"),
         (
-            dtypes not in ({jnp.dtype("bfloat16")}, {jnp.dtype("float32")}),
-            f"queries of {q_latent.dtype} and pages of {latent_pages.dtype}; it takes bfloat16 or float32 for all",
+            {latent_pages.dtype, rope_pages.dtype, q_latent.dtype} != {jnp.dtype(jnp.bfloat16)},
+            f"queries of {q_latent.dtype} and pages of {latent_pages.dtype}; it takes bfloat16",
         ),
     )
     for wrong, reason in reasons:
@@ -145,6 +150,11 @@ def _check_supported(latent_pages, rope_pages, q_latent):
             )
 
 
+def _to_lanes(x, lanes):
+    """Zeros behind the last axis."""
+    return jnp.pad(x, [*([(0, 0)] * (x.ndim - 1)), (0, lanes - x.shape[-1])])
+
+
 def _per_value(factors, interleaved):
     """Cosines and sines, one per rotary value instead of per pair."""
     if interleaved:
@@ -152,7 +162,7 @@ def _per_value(factors, interleaved):
     return tuple(jnp.concatenate([factor, factor], axis=-1) for factor in factors)
 
 
-def _kernel(queries, constants, pools, num_scalars, pages, scale, storage, interpret):
+def _kernel(queries, constants, pools, num_scalars, pages, turned, scale, storage, interpret):
     (tiles, rows, width), rope_width = queries[0].shape, queries[1].shape[-1]
     page_rows, dtype = pools[0].shape[2], pools[0].dtype
 
@@ -162,7 +172,7 @@ def _kernel(queries, constants, pools, num_scalars, pages, scale, storage, inter
     whole = [pl.BlockSpec(constant.shape, lambda tile, *_: (0, 0)) for constant in constants]
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        partial(_body, scale=scale, storage=storage),
+        partial(_body, turned=turned, scale=scale, storage=storage),
         out_shape=(
             jax.ShapeDtypeStruct((tiles, rows, width), queries[0].dtype),
             jax.ShapeDtypeStruct((tiles, rows, LANES), jnp.float32),
@@ -192,12 +202,12 @@ def _body(
     request_ref, last_ref, steps_ref, layer_ref, page_ref, begin_ref, end_ref, origin_ref,
     q_latent_ref, q_rope_ref, position_ref, right_angle_ref, row_cos_ref, row_sin_ref,
     cos_hbm, sin_hbm, latent_hbm, rope_hbm, out_ref, lse_ref, latent, rope, cos, sin, total_out, done, arrived,
-    *, scale, storage,
+    *, turned, scale, storage,
 ):  # fmt: skip
     tile, steps = pl.program_id(0), steps_ref[pl.program_id(0)]
     _, pages, page_rows, width = latent.shape
     table_entries = page_ref.shape[0] // cos_hbm.shape[0]
-    exact = lax.Precision.HIGHEST if latent.dtype == jnp.float32 else None
+    exact = lax.Precision.HIGHEST if latent.dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def product(left, right, axes):
         return lax.dot_general(left, right, (axes, ((), ())), precision=exact, preferred_element_type=jnp.float32)
@@ -234,6 +244,8 @@ def _body(
 
     def turned_keys(slot):
         key = rope[slot].reshape(pages * page_rows, -1)
+        if turned < key.shape[1]:
+            key = jnp.where(lax.broadcasted_iota(jnp.int32, key.shape, 1) < turned, key, jnp.zeros_like(key))
         right_angle = product(key, right_angle_ref[...], ((1,), (0,)))
         turn_cos, turn_sin = cos[slot][:, None, :], sin[slot][:, None, :]
         if storage == "unrotated":
