@@ -10,12 +10,14 @@ from jaxtyping import Float, Int8
 
 from irminsul.blocks import Mode, blocks_for
 from irminsul.cache import CacheConfig, ContentCache, new_cache
+from irminsul.cache_key import request_key
 from irminsul.decode import advance, start_decoding
 from irminsul.forget import Forgotten, forget
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import PrefillResult, check_token_ids, complete, prefill
+from irminsul.prefill import PrefillResult, Request, check_token_ids, complete, prefill
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling
+from irminsul.store import Store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Response:
       logits: after the prompt's last token; None without a model.
       tokens: generated or forced tokens.
       step_logits: ``[n, V]``, the logits each of them was predicted by.
-      timings: milliseconds of ``plan_ms``, ``prefill_ms``, ``ttft_ms`` (request to first token known), ``decode_ms``,
-        ``register_ms``.
+      timings: milliseconds of ``load_ms`` (pages from the store), ``plan_ms``, ``prefill_ms``, ``ttft_ms`` (request to
+        first token known), ``decode_ms``, ``register_ms``.
       table_entries: entries of the page table after prefill.
       request: the clock of the step that served it, by which ``Engine.forget`` knows it.
     """
@@ -55,23 +57,38 @@ class Engine:
     cache: ContentCache
     policy: Policy
     mode: Mode
+    store: Store | None = None
 
     @classmethod
     def create(
-        cls, model: Any, config: CacheConfig, policy: str | Policy = "irminsul", mode: Mode = "fast"
+        cls,
+        model: Any,
+        config: CacheConfig,
+        policy: str | Policy = "irminsul",
+        mode: Mode = "fast",
+        store: Store | str | None = None,
     ) -> "Engine":
         """An engine with an empty cache. ``model`` None plans and keeps books, without computing anything.
 
+        Args:
+          store: tiers below the pool (``store.py``), or the URL of one to write: pages are read from it ahead of a
+            prompt and written to it behind, so that they outlive eviction and this process.
+
         Raises:
-          ValueError: for an unknown policy or mode.
+          ValueError: for an unknown policy or mode, or a store of another cache format.
           RotationError: if the model's keys cannot be moved by its rotary table.
+          StoreLockedError: if another process writes the store.
         """
         policy = get_policy(policy)
-        if model is None:
-            return cls(None, new_cache(config), policy, mode)
-        blocks_for(model, mode)
-        check_rotation(model, config)
-        return cls(model, new_cache(config, model.row_format), policy, mode)
+        if model is not None:
+            blocks_for(model, mode)
+            check_rotation(model, config)
+        if isinstance(store, str):
+            store = Store(store, model, config)
+        elif store is not None:
+            store.require_format(model, config)
+        cache = new_cache(config) if model is None else new_cache(config, model.row_format)
+        return cls(model, cache, policy, mode, store)
 
     def serve(
         self,
@@ -106,6 +123,8 @@ class Engine:
         if forced is not None and forced.size:
             check_token_ids(forced, self.model)
         count = max_new_tokens if forced is None else len(forced)
+        self._load(tokens, namespace, adapter, count)
+        loaded = time.perf_counter()
         result = prefill(
             self.model,
             self.cache,
@@ -126,12 +145,13 @@ class Engine:
             try:
                 emitted, written, logits = self._decode(result, count, forced, stop_tokens, sampling, on_token)
             except BaseException:  # of on_token, say: the prompt's rows are kept and no page stays in flight
-                self.cache = complete(self.cache, result.request)
+                self._complete(result.request, None)
                 raise
         decoded = time.perf_counter()
-        self.cache = complete(self.cache, result.request, written)
+        self._complete(result.request, written)
         timings = {
             **result.timings,
+            "load_ms": 1e3 * (loaded - started),
             "ttft_ms": 1e3 * (first - started),
             "decode_ms": 1e3 * (decoded - first),
             "register_ms": 1e3 * (time.perf_counter() - decoded),
@@ -150,11 +170,27 @@ class Engine:
     def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
         """Removes a text, or what one request (``Response.request``) computed, and everything computed from it.
 
+        A store forgets, too, for good when this returns; what is reported is of the cache.
+
         Raises:
-          As ``forget.forget``. The engine can be used on afterwards.
+          As ``forget.forget`` and ``Store.forget``. The engine can be used on afterwards.
         """
+        if self.store is not None:
+            self.store.forget(what, namespace=namespace)
         self.cache, forgotten = forget(self.cache, what, namespace=namespace)
         return forgotten
+
+    def _load(self, tokens: np.ndarray, namespace: str, adapter: str, new_tokens: int) -> None:
+        """Brings what the store holds of a prompt into the pool."""
+        if self.store is not None:
+            key = request_key(self.cache, self.model, namespace, adapter, self.policy.bitwise, self.mode)
+            self.cache = self.store.load(self.cache, key, tokens, self.policy, new_tokens)
+
+    def _complete(self, request: Request, generated: np.ndarray | None) -> None:
+        """Ends a request and has its pages written behind it."""
+        self.cache = complete(self.cache, request, generated)
+        if self.store is not None:
+            self.store.keep(self.cache, request, generated)
 
     def _decode(
         self,

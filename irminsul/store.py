@@ -31,7 +31,7 @@ from irminsul.placement import place
 from irminsul.plan import EXACT, SHIFTED, ReusePlan, extend_content, plan_prompt, read_content
 from irminsul.policies import Policy
 from irminsul.prefill import Request
-from irminsul.store_backend import Backend, HostTier
+from irminsul.store_backend import Backend, HostTier, StoreWriteError
 from irminsul.store_catalog import (
     Catalog,
     Entry,
@@ -48,10 +48,6 @@ from irminsul.store_provenance import carry, number_in
 from irminsul.store_record import PageRecord, StoredObjectError, decode_rows
 from irminsul.store_transfer import fits_pool, start_gather, write_pages
 from irminsul.store_writer import DeleteJob, Place, WriteBehind, WriteJob
-
-
-class StoreWriteError(RuntimeError):
-    """Pages could not be written to, or deleted from, the key-value store."""
 
 
 class Store:
@@ -105,6 +101,14 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def require_format(self, model: Any, config: CacheConfig) -> None:
+        """Raises ``ValueError`` if this store was opened for rows of another format than those of ``model``."""
+        differences = self.format.differences(CacheFormat.of(model, config))
+        if differences:
+            raise ValueError(
+                f"store was opened for another cache: {', '.join(differences)} differ; open it for this one"
+            )
+
     def close(self) -> None:
         """Writes what is queued and lets another process write."""
         self._writer.close()
@@ -136,9 +140,10 @@ class Store:
         if tokens.ndim != 1 or not 0 < tokens.size <= cache.config.max_prompt_tokens or tokens.dtype.kind not in "iu":
             return cache
         self._settle_failures()
-        self._owner(key)
-        self._catalog.tick()
         self._names.follow(cache.tree)
+        if self._owner(key) is None:
+            return cache
+        self._catalog.tick()
         missing, keep = self._wanted(cache, key, tokens.astype(np.int32), policy, new_tokens)
         if not missing:
             return cache
@@ -167,6 +172,8 @@ class Store:
         keep[[page for entry in entries if (page := self._names.page(entry.name, tree)) is not None]] = True
         missing = [entry for entry in entries if self._names.page(entry.name, tree) is None]
         fresh = len(place(catalog.tree, stored, rotate=policy.rotate, extra_tokens=new_tokens).fresh)
+        if policy.repair != "none":  # into private copies of pages
+            fresh += len({piece.page for span in stored.spans if not span.exact for piece in span.pieces})
         room = max(0, tree.num_pages - int(keep.sum()) - fresh)
         self._miss("room", len(missing[room:]))
         return missing[:room], keep
@@ -288,8 +295,10 @@ class Store:
         if generated is not None and len(generated):
             content = extend_content(content, np.asarray(generated, np.int32), cache.config.chunking, request.key)
         owner, tree = self._owner(request.key), cache.tree
-        self._catalog.tick()
         self._names.follow(tree)
+        if owner is None:
+            return
+        self._catalog.tick()
         pages = [
             page
             for page in request.pages.tolist()
@@ -417,7 +426,7 @@ class Store:
             self._host.drop(entry.name)
         try:
             self._keep_only_known(namespace, owners)
-        except (OSError, ValueError, RuntimeError) as error:
+        except StoredObjectError as error:
             raise StoreWriteError(f"what was forgotten could not be deleted: {error}") from error
         self.metrics.deleted += len(gone)
         return report
@@ -428,8 +437,8 @@ class Store:
         owners = []
         for prefix in sorted({"/".join(key.split("/")[:2]) + "/" for key in keys}):
             found = read_owner(self._backend, prefix)
-            if found is not None and found[1] == self.format:
-                owners.append(self._owner(found[0]))
+            if found is not None and found[1] == self.format and (owner := self._owner(found[0])) is not None:
+                owners.append(owner)
         return owners
 
     def _keep_only_known(self, namespace: str, owners: list[Owner]) -> None:
@@ -489,11 +498,16 @@ class Store:
                     self._host.drop(name)
         self._owner(key)
 
-    def _owner(self, key: bytes) -> Owner:
-        """The owner of a key; on first sight its records are read."""
+    def _owner(self, key: bytes) -> Owner | None:
+        """The owner of a key, its records read on first sight; None, with a reason counted, where they cannot be."""
         owner = owner_of(key, self.format)
         if owner.digest not in self._owners:
-            self._owners[owner.digest] = open_owner(self._backend, self._catalog, self.metrics, key, self.format)
+            try:
+                open_owner(self._backend, self._catalog, self.metrics, owner, self.format)
+            except (StoredObjectError, StoreWriteError):
+                self.metrics.skipped["unreadable"] += 1
+                return None
+            self._owners[owner.digest] = owner
         return owner
 
     def _place(self, entry: Entry) -> Place:

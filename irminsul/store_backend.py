@@ -30,6 +30,14 @@ class StoreLockedError(RuntimeError):
     """Another process writes this store."""
 
 
+class StoreWriteError(RuntimeError):
+    """Pages could not be written to, or deleted from, the key-value store."""
+
+
+# What tensorstore raises: any status a remote store may answer.
+REFUSED = (OSError, ValueError, RuntimeError, KeyError)
+
+
 class Backend:
     """A key-value store opened for reading, or for reading and writing."""
 
@@ -69,24 +77,38 @@ class Backend:
         """
         try:
             answer = future.result()
-        except (OSError, ValueError, RuntimeError) as error:
+        except REFUSED as error:
             raise StoredObjectError("unreadable", f"object cannot be read: {error}") from error
         return answer.value if answer.state == "value" else None
 
     def write(self, objects: Mapping[str, bytes] | Mapping[str, bytes | None]) -> None:
-        """Writes objects together, or deletes them (None), and returns when all of it is durable."""
-        for future in [self._kv.write(key, value) for key, value in objects.items()]:
-            future.result()
+        """Writes objects together, or deletes them (None), and returns when all of it is durable.
+
+        Raises:
+          StoreWriteError: whatever a remote store says. Some may have been written.
+        """
+        try:
+            for future in [self._kv.write(key, value) for key, value in objects.items()]:
+                future.result()
+        except REFUSED as error:
+            raise StoreWriteError(f"object cannot be written: {error}") from error
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects together and returns when all are gone; missing ones are no error."""
         self.write(dict.fromkeys(keys))
 
     def list(self, prefix: str) -> list[str]:
-        """Keys that begin with ``prefix``."""
+        """Keys that begin with ``prefix``.
+
+        Raises:
+          StoredObjectError: "unreadable", whatever a remote store says.
+        """
         first = prefix.encode()
         last = first[:-1] + bytes([first[-1] + 1])
-        return [key.decode() for key in self._kv.list(tensorstore.KvStore.KeyRange(first, last)).result()]
+        try:
+            return [key.decode() for key in self._kv.list(tensorstore.KvStore.KeyRange(first, last)).result()]
+        except REFUSED as error:
+            raise StoredObjectError("unreadable", f"objects cannot be listed: {error}") from error
 
     def close(self) -> None:
         """Lets another process write."""

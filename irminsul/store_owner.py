@@ -44,15 +44,17 @@ def owner_of(key: bytes, cache_format: CacheFormat) -> Owner:
 
 
 def open_owner(
-    backend: Backend, catalog: Catalog, metrics: StoreMetrics, key: bytes, cache_format: CacheFormat
-) -> Owner:
+    backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner: Owner, cache_format: CacheFormat
+) -> None:
     """Files the records of an owner in the catalog; counts those of the tenant's other owners by what sets them apart.
 
     Nothing under another tenant's prefix is listed or read. The process that writes also sweeps out what no record
     leads to: rows and computations whose record a crash kept from being written.
+
+    Raises:
+      StoredObjectError, StoreWriteError: if nothing can be listed, or written by the process that writes.
     """
-    owner = owner_of(key, cache_format)
-    keys = backend.list(tenant_prefix(key))
+    keys = backend.list(tenant_prefix(owner.key))
     own = [key.removeprefix(owner.prefix).split("/") for key in keys if key.startswith(owner.prefix)]
     names: dict[str, list[str]] = {"index": [], "rows": [], "computations": []}
     for kind, *name in own:
@@ -60,21 +62,20 @@ def open_owner(
             names[kind] += name
     _skip_others(backend, metrics, owner, cache_format, [key for key in keys if not key.startswith(owner.prefix)])
     if backend.write_allowed:
-        backend.write({f"{owner.prefix}owner": pack({}, {"key": key.hex(), "format": cache_format.to_json()})})
+        backend.write({f"{owner.prefix}owner": pack({}, {"key": owner.key.hex(), "format": cache_format.to_json()})})
 
     def skip(reason: str) -> None:
         metrics.skipped[reason] += 1
 
-    number = catalog.owner(key)
+    number = catalog.owner(owner.key)
     for some in _batches(names["computations"]):
         objects = dict(_read(backend, {name: owner.computation_key(name) for name in some}, skip))
-        catalog.cache = catalog.computations.file(catalog.cache, objects, owner.digest, key, skip)
+        catalog.cache = catalog.computations.file(catalog.cache, objects, owner.digest, owner.key, skip)
     for some in _batches(names["index"]):
         for page, data in _read(backend, {name: owner.place(name).record_key for name in some}, skip):
             _file(catalog, owner, number, page, data, skip)
     if backend.write_allowed and not catalog.is_full():
         _sweep(backend, catalog, owner, names)
-    return owner
 
 
 def _sweep(backend: Backend, catalog: Catalog, owner: Owner, names: dict[str, list[str]]) -> None:

@@ -14,8 +14,8 @@ from irminsul.cache import CacheConfig, new_cache
 from irminsul.page_tree import FREE
 from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill, request_key
-from irminsul.store import Store, StoreWriteError
-from irminsul.store_backend import Backend
+from irminsul.store import Store
+from irminsul.store_backend import Backend, StoreWriteError
 from irminsul.store_transfer import page_rows, start_gather, write_pages
 from models.families import RowFormat
 from tests.irminsul.conftest import SMALL_CHUNKS
@@ -107,7 +107,7 @@ def test_a_store_that_cannot_be_read_or_written_costs_hits_and_nothing_else(
     model, config, empty, cold, kept, monkeypatch
 ):
     def refuse(*_):
-        raise OSError("the network is gone")
+        raise StoreWriteError("the network is gone")
 
     kv = memory_store()
     with Store(kv, model, config) as store:
@@ -138,7 +138,7 @@ def test_a_crash_at_any_write_leaves_a_readable_store(model, config, empty, monk
             nonlocal written
             for key, value in objects.items():
                 if written == limit:
-                    raise OSError("crashed")
+                    raise StoreWriteError("crashed")
                 write(self, {key: value})
                 written += 1
 

@@ -13,8 +13,8 @@ from irminsul.forget import forget
 from irminsul.page_tree import FREE
 from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill, request_key
-from irminsul.store import Store, StoreWriteError
-from irminsul.store_backend import Backend
+from irminsul.store import Store
+from irminsul.store_backend import Backend, StoreWriteError
 from tests.irminsul.serving import random_tokens
 from tests.irminsul.storing import change, flip, keys_of, memory_store
 
@@ -167,7 +167,7 @@ def test_what_cannot_be_examined_is_gone_and_other_tenants_are_not(config, serve
 
 def test_forgetting_says_so_when_it_could_not(config, told, monkeypatch):
     def refuse(*_):
-        raise OSError("read-only")
+        raise StoreWriteError("read-only")
 
     with Store(told, None, config) as store:
         store.forget(random_tokens(97, 9))

@@ -1,0 +1,126 @@
+"""An engine with a store: hits that survive its process, and forgetting that reaches the disk."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from irminsul.cache import CacheConfig
+from irminsul.engine import Engine
+from irminsul.store import Store
+from models import families
+from tests.irminsul.conftest import SMALL_CHUNKS, TINY_MLA
+from tests.irminsul.serving import random_tokens
+from tests.irminsul.storing import keys_of, memory_store
+
+CONFIG = CacheConfig(num_pages=61, page_size=13, max_prompt_tokens=409, max_new_tokens=19, chunking=SMALL_CHUNKS)
+PROMPT = random_tokens(0, 301)
+FIRST = """
+import sys, time
+import numpy as np
+from irminsul.engine import Engine
+from tests.irminsul.test_store_engine import CONFIG, PROMPT, TINY_MLA, families
+
+model = families.random_model(TINY_MLA, seed=0)
+engine = Engine.create(model, CONFIG, "irminsul", "deterministic", store=sys.argv[1])
+logits = engine.serve(PROMPT).logits
+engine.store.flush()
+np.save(sys.argv[2], logits)
+print("flushed", flush=True)
+time.sleep(600)
+"""
+
+
+def engine_with(model, store, policy="irminsul"):
+    return Engine.create(model, CONFIG, policy, "deterministic", store=store)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return families.random_model(TINY_MLA, seed=0)
+
+
+def test_hits_survive_a_process_that_is_killed(model, tmp_path):
+    url, answer = f"file://{tmp_path}/tier", str(tmp_path / "answer.npy")
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", FIRST, url, answer]
+    environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # as conftest sets it here
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "flushed\n"
+        process.send_signal(signal.SIGKILL)
+    first = np.load(answer)
+    engine = engine_with(model, url)
+    with engine.store:
+        response = engine.serve(PROMPT, max_new_tokens=3)
+        assert response.bins["exact"] == len(PROMPT) - 1
+        assert response.timings["load_ms"] > 0
+        np.testing.assert_array_equal(response.logits, first)
+        turn = np.concatenate([PROMPT, response.tokens, random_tokens(1, 70)]).astype(np.int32)
+        assert engine.serve(turn).bins["exact"] >= len(PROMPT) - 1
+    assert engine_with(model, None).serve(PROMPT).bins["exact"] == 0
+
+
+def test_churn_through_a_small_pool_and_a_store_serves_the_right_rows(model):
+    """Documents come and go in a pool that holds two of them, and every one of them is kept below it."""
+    rng = np.random.default_rng(0)
+    documents = [random_tokens(10 + seed, 260) for seed in range(4)]
+    kv = memory_store()
+    reference, bare = engine_with(model, None, "full"), engine_with(model, None, "prefix")
+    exact = without = 0
+    for part in range(2):
+        served = engine_with(model, Store(kv, model, CONFIG, host_bytes=60_000), "prefix")
+        with served.store:
+            for step in range(9):
+                document = documents[rng.integers(4)][: rng.integers(100, 260)]
+                tail = random_tokens(100 + 10 * part + step, int(rng.integers(1, 120)))
+                prompt = np.concatenate([document, tail])
+                actual, expected = served.serve(prompt, max_new_tokens=2), reference.serve(prompt, max_new_tokens=2)
+                np.testing.assert_array_equal(actual.step_logits, expected.step_logits, err_msg=f"{part} {step}")
+                exact += actual.bins["exact"]
+                without += bare.serve(prompt, max_new_tokens=2).bins["exact"]
+        assert served.store.metrics.stored_hits > 0
+    assert exact > 1.2 * without > 0
+
+
+@pytest.mark.parametrize("policy", ["naive", "epic", "irminsul+repair"])
+def test_every_policy_is_served_from_the_tier_as_from_the_pool(model, policy):
+    kv, moved = memory_store(), np.concatenate([random_tokens(2, 17), PROMPT[60:290]])
+    first = engine_with(model, Store(kv, model, CONFIG), policy)
+    with first.store:
+        first.serve(PROMPT)
+    pooled = engine_with(model, None, policy)
+    pooled.serve(PROMPT)
+    expected = pooled.serve(moved)
+    restarted = engine_with(model, Store(kv, model, CONFIG, write=False), policy)
+    with restarted.store:
+        response = restarted.serve(moved)
+    assert response.bins["shifted"] == expected.bins["shifted"] > 150
+    assert response.bins["repair"] == expected.bins["repair"]
+    np.testing.assert_array_equal(response.logits, expected.logits)
+
+
+def test_forgetting_reaches_the_store(model):
+    kv, secret = memory_store(), random_tokens(3, 31)
+    told = np.concatenate([PROMPT[:80], secret, PROMPT[80:200]])
+    engine = engine_with(model, Store(kv, model, CONFIG), "prefix")
+    with engine.store:
+        engine.serve(told)
+        engine.serve(PROMPT[:200], namespace="other")
+        engine.store.flush()
+        before = len(keys_of(kv, "rows"))
+        assert engine.forget(secret).rows > 100
+        assert len(keys_of(kv, "rows")) < before
+    restarted = engine_with(model, Store(kv, model, CONFIG), "prefix")
+    with restarted.store:
+        response = restarted.serve(told)
+        assert response.bins["exact"] <= 80
+        assert restarted.serve(PROMPT[:200], namespace="other").bins["exact"] == 199
+        np.testing.assert_array_equal(response.logits, engine_with(model, None, "full").serve(told).logits)
+
+
+def test_a_store_of_another_cache_is_refused_by_name(model):
+    with Store(memory_store(), None, CONFIG) as store, pytest.raises(ValueError, match="model, kind, num_layers"):
+        engine_with(model, store)
