@@ -1,0 +1,333 @@
+"""The expanded form on NVIDIA Hopper (Mosaic GPU): rows gathered, turned and projected up, then one flash attention.
+
+Visible rows are packed densely in the order of their positions, a bounded number at once, and projected up to per-head
+keys and values by plain matrix products; the rotary keys, which all heads share, are stored once. The attention kernel
+follows FlashAttention-3 (arXiv 2407.08608) as ``jax.experimental.pallas.ops.gpu.attention_mgpu`` writes it: one
+warpgroup copies, two of 64 queries each take turns at the tensor core. It differs in that scores are the sum of two
+products (``K`` and ``R`` wide), values may be of another width, and the mask compares positions: blocks of rows that
+every query of a tile sees take no mask, blocks that none sees are not read.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.page_table import PageTable, Storage
+from pallas_kernels.rotary import RotaryTable, rotate
+from pallas_kernels.rotated_latent_attention.reference import NEVER
+
+ROWS_AT_ONCE = 16384
+TILE_QUERIES, BLOCK_ROWS, STAGES = 128, 128, 2
+COMPUTE_WARPGROUPS = 2
+LOG2E = math.log2(math.e)
+# A finite floor below every score and above the mask: differences of equal infinities would be NaN.
+FLOOR, MASKED = -1e20, -1e30
+
+
+def expanded_latent_attention(
+    q_nope: Float[Array, "M H K"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    w_uk: Float[Array, "H K C"],
+    w_uv: Float[Array, "H C V"],
+    *,
+    scale: float,
+    storage: Storage = "base",
+    rows_at_once: int = ROWS_AT_ONCE,
+    interpret: bool = False,
+) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
+    """See ``api.expanded_latent_attention``. ``rows_at_once`` bounds the rows projected up at a time (static).
+
+    Raises:
+      NotImplementedError: for widths or dtypes the kernel does not take.
+    """
+    _check_supported(q_nope, q_rope, w_uv, latent_pages)
+    tokens, heads, key_width = q_nope.shape
+    capacity = page_table.page_id.shape[1] * latent_pages.shape[2]
+    chunks = -(-capacity // rows_at_once)
+    rows_at_once = -(-capacity // (chunks * BLOCK_ROWS)) * BLOCK_ROWS
+    spare = -tokens % TILE_QUERIES
+    position = jnp.pad(query_position, (0, spare), constant_values=-1)
+    nope, turned = (jnp.pad(x, ((0, spare), (0, 0), (0, 0))) for x in (q_nope, q_rope))
+    rows = packed_rows(page_table, jnp.max(query_position, initial=-1), chunks * rows_at_once, storage)
+    up = (w_uk.reshape(-1, w_uk.shape[2]), w_uv.swapaxes(0, 1).reshape(w_uv.shape[1], -1))
+
+    def attend(chunk):
+        page, row, delta, place = (
+            lax.dynamic_slice_in_dim(x, chunk * rows_at_once, rows_at_once) for x in rows.columns
+        )
+        seen = (place != NEVER)[:, None]
+        latent = jnp.where(seen, latent_pages[layer, page, row], 0)
+        rope = rotate(jnp.where(seen, rope_pages[layer, page, row], 0), delta, rotary)
+        key = jnp.einsum("NC,XC->NX", latent, up[0]).reshape(-1, heads, key_width)
+        value = jnp.einsum("NC,CX->NX", latent, up[1]).reshape(-1, heads, w_uv.shape[2])
+        return attend_rows(nope, turned, position, key, rope, value, place, scale=scale, interpret=interpret)
+
+    if chunks == 1:
+        out, lse = attend(0)
+    else:
+        start = (jnp.zeros((heads, nope.shape[0], w_uv.shape[2])), jnp.full((heads, nope.shape[0]), -jnp.inf))
+        steps = -(-rows.total // rows_at_once)
+        out, lse = lax.fori_loop(0, steps, lambda chunk, state: _merge(state, attend(chunk)), start)
+    return out[:, :tokens].swapaxes(0, 1).astype(q_nope.dtype), lse[:, :tokens].T
+
+
+class PackedRows(NamedTuple):
+    """Visible rows of a table in the order of their entries' positions, padded: page, row, distance to turn by and
+    position of each, the last ``NEVER`` for padding, and how many rows there are."""
+
+    columns: tuple[Int[Array, " N"], Int[Array, " N"], Int[Array, " N"], Int[Array, " N"]]
+    total: Int[Array, ""]
+
+
+def packed_rows(table: PageTable, last_position: Int[Array, ""], capacity: int, storage: Storage) -> PackedRows:
+    """Rows at or before ``last_position`` of a one-request table, ``capacity`` of them."""
+    used = table.row_begin[0] < table.row_end[0]
+    order = jnp.argsort(jnp.where(used, table.target_position[0], NEVER))
+    page, begin, end, target, base = (
+        jnp.where(used, field[0], 0)[order]
+        for field in (table.page_id, table.row_begin, table.row_end, table.target_position, table.base_position)
+    )
+    length = jnp.clip(last_position + 1 - target, 0, end - begin)
+    stop = jnp.cumsum(length)
+    slot = jnp.arange(capacity)
+    entry = jnp.minimum(jnp.searchsorted(stop, slot, side="right", method="scan_unrolled"), stop.shape[0] - 1)
+    offset = slot - (stop - length)[entry]
+    seen = slot < stop[-1]
+    position = target[entry] + offset
+    delta = jnp.where(seen, (target - base)[entry] if storage == "base" else position, 0)
+    row = jnp.where(seen, begin[entry] + offset, 0)
+    return PackedRows((page[entry], row, delta, jnp.where(seen, position, NEVER)), stop[-1])
+
+
+def _check_supported(q_nope, q_rope, w_uv, latent_pages):
+    widths = (q_nope.shape[-1], q_rope.shape[-1], w_uv.shape[-1])
+    dtypes = {q_nope.dtype, q_rope.dtype, w_uv.dtype, latent_pages.dtype}
+    reasons = (
+        (any(width % 64 for width in widths), f"widths {widths} of keys, rotary keys and values; multiples of 64"),
+        (widths[0] + widths[1] > 192 or widths[2] > 128, f"widths {widths}; at most 192 for scores, 128 for values"),
+        (dtypes != {jnp.dtype(jnp.bfloat16)}, f"{sorted(map(str, dtypes))}; it takes bfloat16"),
+    )
+    for wrong, reason in reasons:
+        if wrong:
+            raise NotImplementedError(
+                f"expanded_latent_attention: the Hopper kernel cannot take {reason}; use implementation='xla'"
+            )
+
+
+def _merge(one, other):
+    """Two softmaxes as one, each an output and its log-sum-exp."""
+    total = jnp.logaddexp(one[1], other[1])
+    origin = jnp.where(total == -jnp.inf, 0.0, total)
+    weights = (jnp.exp(lse - origin)[..., None] for _, lse in (one, other))
+    return sum(weight * out for weight, (out, _) in zip(weights, (one, other), strict=True)), total
+
+
+def attend_rows(
+    q_nope: Float[Array, "M H K"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    key: Float[Array, "N H K"],
+    key_rope: Float[Array, "N R"],
+    value: Float[Array, "N H V"],
+    row_position: Int[Array, " N"],
+    *,
+    scale: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "H M V"], Float[Array, "H M"]]:
+    """Attention of queries to the rows at or before their positions: float32 output and natural log-sum-exp.
+
+    ``M`` and ``N`` are multiples of 128; padding queries are at -1 and padding rows at ``NEVER``.
+    """
+    tokens, heads, key_width = q_nope.shape
+    rope_width, value_width = q_rope.shape[-1], value.shape[-1]
+    tile_position = query_position.reshape(-1, TILE_QUERIES)
+    block_position = row_position.reshape(-1, BLOCK_ROWS)
+    # Padding queries see nothing whether or not their tile takes a mask, so they do not count as tile members.
+    first = jnp.min(jnp.where(tile_position < 0, NEVER, tile_position), axis=1)
+    clear = (block_position.max(axis=1)[None, :] <= first[:, None]) & (tile_position.min(axis=1) >= 0)[:, None]
+    unmasked = jnp.sum(jnp.cumprod(clear, axis=1), axis=1)
+    reached = block_position.min(axis=1)[None, :] <= tile_position.max(axis=1)[:, None]
+    steps = jnp.max(jnp.where(reached, jnp.arange(1, reached.shape[1] + 1), 0), axis=1)
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
+    queries = TILE_QUERIES // COMPUTE_WARPGROUPS
+    return plgpu.kernel(
+        partial(_body, scale=scale, interpret=interpret),
+        out_type=(
+            jax.ShapeDtypeStruct((heads, tokens, value_width), jnp.float32),
+            jax.ShapeDtypeStruct((heads, tokens), jnp.float32),
+        ),
+        grid=(heads, tokens // TILE_QUERIES),
+        grid_names=("head", "tile"),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "query": tile((COMPUTE_WARPGROUPS, queries, key_width)),
+            "query_rope": tile((COMPUTE_WARPGROUPS, queries, rope_width)),
+            "keys": tile((STAGES, BLOCK_ROWS, key_width)),
+            "rope_keys": tile((STAGES, BLOCK_ROWS, rope_width)),
+            "values": tile((STAGES, BLOCK_ROWS, value_width)),
+            "query_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE_WARPGROUPS),
+            "keys_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "values_loaded": plgpu.Barrier(num_barriers=STAGES),
+            "keys_used": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES),
+            "values_used": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES),
+            "turn": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
+        },
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512
+        ),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )(unmasked, steps, query_position, row_position, q_nope, q_rope, key, key_rope, value)
+
+
+def _body(
+    unmasked_ref, steps_ref, query_position_ref, row_position_ref, q_nope_ref, q_rope_ref, key_ref, key_rope_ref,
+    value_ref, out_ref, lse_ref, *, scale, interpret, query, query_rope, keys, rope_keys, values, query_loaded,
+    keys_loaded, values_loaded, keys_used, values_used, turn,
+):  # fmt: skip
+    head, tile, me = lax.axis_index("head"), lax.axis_index("tile"), lax.axis_index("warpgroup")
+    steps = steps_ref[tile]
+
+    @pl.when(me == COMPUTE_WARPGROUPS)
+    def _copy():
+        if not interpret:
+            plgpu.set_max_registers(40, action="decrease")
+
+        def load_keys(step, slot):
+            block = pl.ds(step * BLOCK_ROWS, BLOCK_ROWS)
+            plgpu.copy_gmem_to_smem(key_ref.at[block, head], keys.at[slot], keys_loaded.at[slot])
+            plgpu.copy_gmem_to_smem(key_rope_ref.at[block], rope_keys.at[slot], keys_loaded.at[slot])
+
+        def load_values(step, slot):
+            block = pl.ds(step * BLOCK_ROWS, BLOCK_ROWS)
+            plgpu.copy_gmem_to_smem(value_ref.at[block, head], values.at[slot], values_loaded.at[slot])
+
+        stages = min(STAGES, row_position_ref.shape[0] // BLOCK_ROWS)
+        for step in range(stages):
+
+            @pl.when(step < steps)
+            def _first(step=step):
+                load_keys(step, step)
+                load_values(step, step)
+
+        @pl.loop(STAGES, jnp.maximum(steps, STAGES))
+        def _rest(step):
+            slot = lax.rem(step, jnp.int32(STAGES))
+            plgpu.barrier_wait(keys_used.at[slot])
+            load_keys(step, slot)
+            plgpu.barrier_wait(values_used.at[slot])
+            load_values(step, slot)
+
+        for slot in range(stages):
+
+            @pl.when(slot < steps)
+            def _drain(slot=slot):
+                plgpu.barrier_wait(keys_used.at[slot])
+                plgpu.barrier_wait(values_used.at[slot])
+
+    @pl.when(me < COMPUTE_WARPGROUPS)
+    def _compute():
+        if not interpret:
+            plgpu.set_max_registers(232, action="increase")
+        queries, block = query.shape[1], BLOCK_ROWS
+        mine = pl.ds(tile * TILE_QUERIES + me * queries, queries)
+        columns, rows = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
+        position = plgpu.load(query_position_ref.at[mine], layout=rows, optimized=False)
+        plgpu.copy_gmem_to_smem(q_nope_ref.at[mine, head], query.at[me], query_loaded.at[me])
+        plgpu.copy_gmem_to_smem(q_rope_ref.at[mine, head], query_rope.at[me], query_loaded.at[me])
+        plgpu.barrier_wait(query_loaded.at[me])
+
+        def take_turns():
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        def scores(slot):
+            factors = ((query.at[me], keys.at[slot]), (query_rope.at[me], rope_keys.at[slot]))
+            if interpret:
+                score = sum(jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32) for a, b in factors)
+                plgpu.commit_smem()  # the tensor core reads through the same proxy that copies write through
+                take_turns()
+                return score
+
+            def scope(acc):
+                for a, b in factors:
+                    plgpu.wgmma(acc, a, b.transpose((1, 0)))
+                take_turns()
+                return acc[...]
+
+            return pl.run_scoped(scope, plgpu.ACC((queries, block), jnp.float32))
+
+        def run_step(step, state, masked):
+            out, maximum, total = state
+            slot = lax.rem(step, jnp.int32(STAGES))
+            score = scores(slot)
+            plgpu.barrier_arrive(keys_used.at[slot])
+            score = score * (scale * LOG2E)
+            if masked:
+                start = pl.ds(step * block, block)
+                place = plgpu.load(row_position_ref.at[start], layout=columns, optimized=False)
+                seen = lax.broadcast_in_dim(place, score.shape, [1]) <= lax.broadcast_in_dim(position, score.shape, [0])
+                score = jnp.where(seen, score, MASKED)
+            new = jnp.maximum(maximum, score.max(axis=1))
+            rescale = jnp.exp2(maximum - new)
+            weight = jnp.exp2(score - lax.broadcast_in_dim(new, score.shape, [0]))
+            out = out * lax.broadcast_in_dim(rescale, out.shape, [0])
+            total = total * rescale + weight.sum(axis=1)
+            narrow = weight.astype(jnp.bfloat16)
+            if not interpret:
+                out, total, new, narrow = lax.optimization_barrier((out, total, new, narrow))
+            plgpu.barrier_arrive(turn)  # done with the softmax
+            plgpu.barrier_wait(values_loaded.at[slot])
+            plgpu.barrier_wait(turn)  # the tensor core is free
+
+            def wait_for_keys():
+                @pl.when(step + 1 < steps)
+                def _wait():
+                    plgpu.barrier_wait(keys_loaded.at[lax.rem(step + 1, jnp.int32(STAGES))])
+
+            if interpret:
+                out += jnp.dot(narrow, values[slot], preferred_element_type=jnp.float32)
+                plgpu.commit_smem()
+                wait_for_keys()
+            else:
+
+                def accumulate(acc):
+                    plgpu.wgmma(acc, narrow, values.at[slot])
+                    wait_for_keys()
+
+                out = pl.run_state(accumulate)(plgpu.ACC.init(out))
+            plgpu.barrier_arrive(values_used.at[slot])
+            return out, new, total
+
+        @pl.when(steps > 0)
+        def _first_keys():
+            plgpu.barrier_wait(keys_loaded.at[0])
+
+        pl.when(me == 1)(take_turns)
+        state = (
+            plgpu.layout_cast(jnp.zeros((queries, values.shape[-1]), jnp.float32), plgpu.Layout.WGMMA),
+            plgpu.layout_cast(jnp.full(queries, FLOOR, jnp.float32), rows),
+            plgpu.layout_cast(jnp.zeros(queries, jnp.float32), rows),
+        )
+        unmasked = jnp.minimum(unmasked_ref[tile], steps)
+        state = lax.fori_loop(0, unmasked, partial(run_step, masked=False), state)
+        out, maximum, total = lax.fori_loop(unmasked, steps, partial(run_step, masked=True), state)
+        pl.when(me == 0)(take_turns)
+        seen = total > 0
+        safe = jnp.where(seen, total, 1.0)
+        out_ref.at[head, mine][...] = out / lax.broadcast_in_dim(safe, out.shape, [0])
+        lse_ref.at[head, mine][...] = jnp.where(seen, maximum * (1 / LOG2E) + jnp.log(safe), -jnp.inf)

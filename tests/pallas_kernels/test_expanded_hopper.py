@@ -1,0 +1,94 @@
+"""The expanded form on Hopper without a GPU: packing of rows, the interpreter with its race detector, lowering."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rotated_latent_attention import expanded_hopper
+from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention
+from pallas_kernels.rotated_latent_attention.reference import NEVER
+from tests.pallas_kernels.latent_oracle import random_problem
+from tests.tolerances import assert_close
+
+HEADS, KEY, ROPE, VALUE, LATENT = 1, 64, 64, 128, 32
+
+
+def arguments(problem, key_width=KEY, value_width=VALUE, dtype="bfloat16"):
+    """Positional arguments of the expanded form over the problem's pool, with random queries and projections."""
+    rng = np.random.default_rng(0)
+    _, q_rope, position, _, *pool = problem.arguments()
+    heads, width = q_rope.shape[1], pool[0].shape[-1]
+    shapes = (len(position), heads, key_width), (heads, key_width, width), (heads, width, value_width)
+    q_nope, w_uk, w_uv = (jnp.asarray(rng.standard_normal(shape) * 0.3, dtype) for shape in shapes)
+    return q_nope, q_rope, position, *pool, w_uk, w_uv
+
+
+def problem(rows, queries, **change):
+    shape = {"heads": HEADS, "latent_width": LATENT, "rope_width": ROPE, "page_size": 64, "num_pages": 31}
+    return random_problem(3, rows=(rows,), queries=(queries,), **(shape | {"dtype": "bfloat16"} | change))
+
+
+@pytest.mark.parametrize("storage", ["base", "unrotated"])
+def test_packed_rows_are_the_visible_ones_in_order(storage):
+    case = problem(331, 5, page_size=7, num_pages=211)
+    last = 307
+    rows = expanded_hopper.packed_rows(case.page_table, jnp.int32(last), 400, storage)
+    page, row, delta, position = (np.asarray(column) for column in rows.columns)
+    expected = {
+        at + i: (page, begin + i, at - base if storage == "base" else at + i)
+        for page, begin, end, at, base in case.entries[0]
+        for i in range(end - begin)
+    }
+    assert rows.total == last + 1
+    assert np.array_equal(position[: last + 1], np.arange(last + 1))
+    assert [tuple(x) for x in np.stack([page, row, delta])[:, : last + 1].T] == [expected[p] for p in range(last + 1)]
+    assert np.all(position[last + 1 :] == NEVER)
+    assert not np.any(delta[last + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("rows", "queries", "at_once", "storage"),
+    [(400, 131, 1024, "base"), (500, 37, 256, "unrotated")],
+    ids=["two_tiles", "chunks"],
+)
+def test_interpreted_kernel_against_the_reference(rows, queries, at_once, storage, capfd):
+    """Partial pages in any order, NaN elsewhere, padding queries; no two warpgroups touch a buffer out of order."""
+    case = problem(rows, queries, interleaved=storage == "base")
+    position = case.query_position.copy()
+    position[[0, 7]] = -1
+    inputs = arguments(replace(case, query_position=position))
+    settings = {"scale": case.scale, "storage": storage}
+    attend = partial(expanded_hopper.expanded_latent_attention, rows_at_once=at_once, interpret=True, **settings)
+    out, lse = jax.block_until_ready(jax.jit(attend)(*inputs))
+    assert "RACE" not in capfd.readouterr().out
+    expected_out, expected_lse = (np.asarray(x, np.float64) for x in expanded_latent_attention(*inputs, **settings))
+    out, lse = np.asarray(out, np.float64), np.asarray(lse)
+    assert np.linalg.norm(out - expected_out) < 4e-3 * np.linalg.norm(expected_out)
+    assert_close(out, expected_out, "bfloat16")
+    seen = np.isfinite(expected_lse)
+    assert np.array_equal(seen, np.isfinite(lse))
+    assert_close(lse[seen], expected_lse[seen], atol=2e-3)
+    assert not np.any(out[~seen])
+
+
+def test_lowers_for_cuda():
+    """Layouts fit and shared memory suffices at the widths of DeepSeek-V3; layer and table stay dynamic."""
+    inputs = arguments(problem(300, 131, latent_width=512), key_width=128)
+    for at_once in (128, 4096):
+        attend = partial(expanded_hopper.expanded_latent_attention, scale=0.1, rows_at_once=at_once)
+        assert "mosaic_gpu" in jax.jit(attend).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_shapes_the_kernel_does_not_take_are_refused():
+    case = problem(9, 3)
+    for change, reason in (
+        ({"key_width": 48}, r"widths \(48, 64, 128\)"),
+        ({"key_width": 192}, "at most 192 for scores"),
+        ({"dtype": "float32"}, "bfloat16.*float32"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{reason}.*use implementation='xla'"):
+            expanded_hopper.expanded_latent_attention(*arguments(case, **change), scale=1.0)
