@@ -86,7 +86,7 @@ class StoredComputations:
         writers = computation.sources[:, WRITER].tolist()
         header = {
             "owner": owner,
-            "length": computation.length,
+            "fields": scalars(computation),
             "writers": [self.name(writer) if writer in catalog.provenance.computations else "" for writer in writers],
             "namespaces": [catalog.namespaces[index].hex() for index in computation.sources[:, NAMESPACE].tolist()],
         }
@@ -106,7 +106,12 @@ class StoredComputations:
                 sources = arrays["sources"].reshape(-1, 5).copy()
                 for line, hexadecimal in zip(sources, header["namespaces"], strict=True):  # type: ignore[call-overload]
                     catalog, line[NAMESPACE] = open_namespace(catalog, bytes.fromhex(hexadecimal))
-                computation = Computation(namespace, int(str(header["length"])), arrays["computed"], sources)
+                computation = Computation(
+                    namespace=namespace,
+                    computed=arrays["computed"],
+                    sources=sources,
+                    **header["fields"],  # type: ignore[arg-type]
+                )
                 read[name] = computation, [str(writer) for writer in header["writers"]]  # type: ignore[attr-defined]
             except StoredObjectError as error:
                 skip(error.reason)
@@ -121,6 +126,12 @@ class StoredComputations:
                 self.remember(catalog.clock, name)
             catalog.provenance.computations[self.number_of[name]] = computation
         return catalog
+
+
+def scalars(computation: Computation) -> dict[str, int]:
+    """The fields of a computation that are numbers and mean the same in every cache."""
+    names = [field.name for field in dataclasses.fields(computation)]
+    return {name: getattr(computation, name) for name in names if name not in ("namespace", "computed", "sources")}
 
 
 def _sources_first(sources: Mapping[str, list[str]]) -> list[str]:
