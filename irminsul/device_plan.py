@@ -67,12 +67,12 @@ def serving(policy: Policy, attempt: Int[Array, ""]) -> Serving:
 
 
 class DevicePlan(NamedTuple):
-    """Bin and source of every token. ``starts_span`` marks the first token of each span served from stored rows."""
+    """Bin and source of every token. ``starts_match`` marks the first token of each match served from stored rows."""
 
     bin_of_token: Int8[Array, " P"]
     exact_end: Int32[Array, ""]
     trail: Trail
-    starts_span: Bool[Array, " P"]
+    starts_match: Bool[Array, " P"]
 
     @property
     def reused(self) -> Bool[Array, " P"]:
@@ -80,10 +80,10 @@ class DevicePlan(NamedTuple):
 
     @property
     def starts_piece(self) -> Bool[Array, " P"]:
-        """True where a run of neighbouring rows of one page, within a span, begins."""
+        """True where a run of neighbouring rows of one page, within a match, begins."""
         page, row = self.trail
         apart = (page != jnp.roll(page, 1)) | (row != jnp.roll(row, 1) + 1)
-        return self.reused & (self.starts_span | apart)
+        return self.reused & (self.starts_match | apart)
 
     @property
     def bins(self) -> Int32[Array, " bins"]:
@@ -222,13 +222,14 @@ def _shifted_spans(
         end, length = ends[candidate], lengths[candidate]
         place = (found.page[candidate, way], found.row_end[candidate, way])
         trail, match, verified = _grow(tree, content.tokens, plan.trail, position, end, length, stop, place, policy)
-        plan, position = _accept(tree, policy, may, plan._replace(trail=trail), match, position)
+        plan, position = _accept(tree, policy, plan._replace(trail=trail), match, position)
         # Behind a verified hint come the candidates that end behind the position reached; else the next hint.
         passed = jnp.maximum(candidate + 1, jnp.searchsorted(ends, position, side="right").astype(jnp.int32))
         return order[jnp.where(verified, jnp.minimum(WAYS * passed, last), at + 1)], position, plan
 
     state = (order[0], begin, plan._replace(bin_of_token=bins))
-    return lax.while_loop(lambda state: state[0] < last, step, state)[2]
+    plan = lax.while_loop(lambda state: state[0] < last, step, state)[2]
+    return _long_enough(plan, policy, may)
 
 
 def _candidates(
@@ -276,21 +277,36 @@ def _grow(
 def _accept(
     tree: DevicePageTree,
     policy: Policy,
-    may: Serving,
     plan: DevicePlan,
     match: tuple[Int32[Array, ""], Int32[Array, ""]],
     position: Int32[Array, ""],
 ) -> tuple[DevicePlan, Int32[Array, ""]]:
-    """Applies carve-out, minimum and refusal to a verified match; returns where planning goes on. An empty match
-    changes nothing."""
+    """Applies the carve-out to a verified match; returns where planning goes on. An empty match changes nothing."""
     begin, end = match
     served_begin = _carve_out(tree, plan.trail, begin, end, policy.sink_tokens)
-    short = end - served_begin < policy.min_reuse
     bins = _fill(plan.bin_of_token, begin, served_begin, SINK)
-    bins = _fill(bins, served_begin, end, jnp.where(short, SHORT, jnp.where(may.shifted, SHIFTED, REFUSED)))
-    start = jnp.where(short, bins.shape[0], served_begin)  # out of range: dropped
-    plan = plan._replace(bin_of_token=bins, starts_span=plan.starts_span.at[start].set(True, mode="drop"))
-    return plan, jnp.where(short, position, end)
+    bins = _fill(bins, served_begin, end, SHIFTED)
+    start = jnp.where(served_begin < end, served_begin, bins.shape[0])  # out of range: dropped
+    plan = plan._replace(bin_of_token=bins, starts_match=plan.starts_match.at[start].set(True, mode="drop"))
+    return plan, jnp.where(begin < end, end, position)
+
+
+def _starts_run(mask: Bool[Array, " P"]) -> Bool[Array, " P"]:
+    """The first token of each run of true ones."""
+    return mask & ~jnp.roll(mask, 1).at[0].set(False)
+
+
+def _long_enough(plan: DevicePlan, policy: Policy, may: Serving) -> DevicePlan:
+    """Binds the bins of spans, runs of matches that touch, to their length; see ``plan._long_enough``."""
+    capacity = plan.bin_of_token.shape[0]
+    shifted = plan.bin_of_token == SHIFTED
+    index = jnp.arange(capacity, dtype=jnp.int32)
+    starts = _starts_run(shifted)
+    begin = lax.cummax(jnp.where(starts, index, 0))
+    end = lax.cummin(jnp.where(jnp.roll(starts | ~shifted, -1).at[-1].set(True), index + 1, capacity), reverse=True)
+    length = end - jnp.where(begin == plan.exact_end, 0, begin)
+    bins = jnp.where(length < policy.min_reuse, SHORT, jnp.where(may.shifted, SHIFTED, REFUSED))
+    return plan._replace(bin_of_token=jnp.where(shifted, bins, plan.bin_of_token).astype(jnp.int8))
 
 
 _STEP = 64
@@ -334,16 +350,16 @@ def _fit_entries(
     """Computes the shifted spans with the most pieces a token until a page table can hold the plan; see
     ``plan._fit_entries``. All of it at once: the spans to give up are the first few of a sorted list."""
     capacity = content.tokens.shape[0]
-    spans = capacity // policy.min_reuse + 1
+    spans = capacity // policy.min_reuse + 2  # one, behind the exact prefix, may be shorter
     reused, shifted = plan.reused, plan.bin_of_token == SHIFTED
     computed = (plan.bin_of_token != NO_BIN) & ~reused
     # A computed run is numbered by its first token, its pages begin every page_size tokens behind it.
     index = jnp.arange(capacity, dtype=jnp.int32)
-    run_begin = lax.cummax(jnp.where(computed & ~jnp.roll(computed, 1).at[0].set(False), index, 0))
+    run_begin = lax.cummax(jnp.where(_starts_run(computed), index, 0))
     starts_page = computed & ((index - run_begin) % page_size == 0)
     entries = jnp.sum(starts_page | plan.starts_piece) + jnp.sum(computed & content.starts_segment)
 
-    of_span = jnp.where(shifted, jnp.cumsum(shifted & plan.starts_span) - 1, spans)
+    of_span = jnp.where(shifted, jnp.cumsum(_starts_run(shifted)) - 1, spans)
 
     def total(values: Bool[Array, " P"]) -> Int32[Array, " spans"]:
         return jnp.zeros(spans, jnp.int32).at[of_span].add(values.astype(jnp.int32), mode="drop")

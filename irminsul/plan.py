@@ -17,8 +17,8 @@ from irminsul.policies import Policy
 from irminsul.registry import Registry
 
 # Every token of a prompt ends in exactly one of these. From "new" on they are reasons for having been computed:
-# never seen; in a match shorter than min_reuse; kept out by the sink carve-out; last of the prompt; recomputed on
-# purpose; reusable but not served under this policy; seen before but its page is gone.
+# never seen; in a run of matches shorter than min_reuse; kept out by the sink carve-out; last of the prompt; recomputed
+# on purpose; reusable but not served under this policy; seen before but its page is gone.
 BINS = ("exact", "shifted", "new", "short", "sink", "last", "repair", "refused", "evicted")
 EXACT, SHIFTED, NEW, SHORT, SINK, LAST, REPAIR, REFUSED, EVICTED = range(len(BINS))
 
@@ -47,7 +47,10 @@ class PromptContent:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Tokens ``[begin, end)`` of the prompt, reused from ``pieces`` (prompt order) or computed (``pieces`` empty)."""
+    """Tokens ``[begin, end)`` of the prompt, reused from ``pieces`` (prompt order) or computed (``pieces`` empty).
+
+    A shifted span may be pieced together from several places, one behind the other.
+    """
 
     begin: int
     end: int
@@ -294,10 +297,10 @@ def _shifted_spans(
             pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy)
             if not pieces:
                 continue
-            position = _accept(pieces, tree.base_position, policy, bins, spans, position)
+            position = _accept(pieces, tree.base_position, policy, bins, spans)
             break
         at = max(at + 1, int(np.searchsorted(ends[hits], position, side="right")))
-    return spans
+    return _long_enough(spans, begin, policy, bins)
 
 
 def _candidates(content: PromptContent, policy: Policy, anchor_window: int) -> tuple[np.ndarray, ...]:
@@ -330,23 +333,33 @@ def _grow(
     return join(left, right)
 
 
-def _accept(
-    pieces: list[Piece], base_position: np.ndarray, policy: Policy, bins: np.ndarray, spans: list[Span], position: int
-) -> int:
-    """Applies carve-out, minimum and refusal to a verified match; returns where planning goes on."""
+def _accept(pieces: list[Piece], base_position: np.ndarray, policy: Policy, bins: np.ndarray, spans: list[Span]) -> int:
+    """Applies the carve-out to a verified match and adds it to the span it touches; returns where planning goes on."""
     begin, end = pieces[0].position, pieces[-1].position + pieces[-1].row_end - pieces[-1].row_begin
     served = _carve_out(pieces, base_position, policy.sink_tokens)
     served_begin = served[0].position if served else end
     bins[begin:served_begin] = SINK
-    if end - served_begin < policy.min_reuse:
-        bins[served_begin:end] = SHORT
-        return position
-    if policy.shifted == "refuse":
-        bins[served_begin:end] = REFUSED
-        return end
-    bins[served_begin:end] = SHIFTED
-    spans.append(Span(served_begin, end, False, tuple(served)))
+    if served and spans and spans[-1].end == served_begin:
+        spans[-1] = dataclasses.replace(spans[-1], end=end, pieces=(*spans[-1].pieces, *served))
+    elif served:
+        spans.append(Span(served_begin, end, False, tuple(served)))
     return end
+
+
+def _long_enough(spans: list[Span], exact_end: int, policy: Policy, bins: np.ndarray) -> list[Span]:
+    """The spans to serve, and the bins of all of them. A span that goes on where the exact prefix ends is as long as
+    both."""
+    served = []
+    for span in spans:
+        begin = 0 if span.begin == exact_end else span.begin
+        if span.end - begin < policy.min_reuse:
+            bins[span.begin : span.end] = SHORT
+        elif policy.shifted == "refuse":
+            bins[span.begin : span.end] = REFUSED
+        else:
+            bins[span.begin : span.end] = SHIFTED
+            served.append(span)
+    return served
 
 
 def _carve_out(pieces: list[Piece], base_position: np.ndarray, sink_tokens: int) -> list[Piece]:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from irminsul.cache import CacheConfig, new_cache
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
+from irminsul.engine import Engine
 from irminsul.fingerprint import key_bytes
 from irminsul.page_tree import NONE, ORPHAN, ROOT
-from irminsul.plan import EXACT, LAST, SHIFTED, extend_content, plan_prompt, read_content
+from irminsul.plan import EXACT, LAST, NEW, SHIFTED, SHORT, extend_content, plan_prompt, read_content
 from irminsul.policies import POLICIES, get_policy
 from irminsul.prefill import complete, prefill, request_key
 from models import families
@@ -81,7 +82,8 @@ class Oracle:
                     reused[position] = (piece.page, number)
                     position += 1
             assert not span.pieces or position == span.end
-            assert span.computed or span.exact or span.end - span.begin >= policy.min_reuse
+            behind_exact = span.begin == int((plan.bin_of_token == EXACT).sum())
+            assert span.computed or span.exact or span.end - span.begin * (not behind_exact) >= policy.min_reuse
         assert end == len(tokens)
         served = np.isin(plan.bin_of_token, (EXACT, SHIFTED))
         assert set(np.flatnonzero(served).tolist()) == set(reused)
@@ -233,6 +235,25 @@ def test_a_response_extends_what_was_read_of_the_prompt(seed, split, chunks):
     whole = read_content(tokens, chunks, b"key")
     for field in dataclasses.fields(whole):
         np.testing.assert_array_equal(getattr(extended, field.name), getattr(whole, field.name), field.name)
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_matches_that_touch_are_as_long_as_their_span(gap):
+    """Two runs of 40 and 47 tokens from two prompts: reused where they touch, computed where a token is between."""
+    engine = Engine.create(None, CacheConfig(num_pages=61, page_size=16, chunking=ChunkingConfig(anchor_every=1)))
+    left, right, header, middle = (
+        random_tokens(0, 300),
+        random_tokens(1, 300),
+        random_tokens(2, 53),
+        random_tokens(3, gap),
+    )
+    for tokens in (left, right):
+        engine.serve(tokens)
+    prompt = np.concatenate([header, left[101:141], middle, right[60:107], header[:7]])
+    bins = engine.serve(prompt).bin_of_token
+    assert (bins[53:93] == (SHORT if gap else SHIFTED)).all()
+    assert (bins[93 + gap : 140 + gap] == (SHORT if gap else SHIFTED)).all()
+    assert (bins[:53] == NEW).all()
 
 
 # Law 11: who may share rows.
