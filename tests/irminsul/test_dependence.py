@@ -14,6 +14,7 @@ from irminsul.dependence import DISTANCES, dependence_at
 from irminsul.prefill import complete, prefill
 from models import families
 from models.kv_view import DenseView
+from pallas_kernels.rotary import rotate
 from tests.irminsul.conftest import TINY_MLA
 from tests.irminsul.serving import random_tokens, serve
 from tests.tolerances import assert_close
@@ -33,20 +34,28 @@ TINY_GQA = {
 MODELS = {"latent": TINY_MLA, "grouped": TINY_GQA}
 
 
-SEEN: list[jax.Array] = []
-
-
 @struct.dataclass
 class WeightView(DenseView):
-    """Dense attention that also leaves its weights in ``SEEN``; not under ``jit``."""
+    """Dense attention that collects its weights ``[L, M, H, N]``."""
 
-    def _attend(self, query, key, value, scale):
-        heads, groups = query.shape[1], key.shape[1]
-        key = jnp.repeat(key, heads // groups, axis=1)
-        scores = jnp.einsum("MHD,NHD->MHN", query, key) * scale
+    weights: jax.Array
+
+    def attend_latent(self, layer, q_nope, q_rope, c_kv, k_rope, w_uk, w_uv, rotary, scale):
+        key_nope = jnp.einsum("NC,HKC->NHK", c_kv, w_uk)
+        key_rope = rotate(k_rope, self.positions, rotary)
+        scores = jnp.einsum("MHK,NHK->MHN", q_nope, key_nope) + jnp.einsum("MHR,NR->MHN", q_rope, key_rope)
+        out, _ = super().attend_latent(layer, q_nope, q_rope, c_kv, k_rope, w_uk, w_uv, rotary, scale)
+        return out, self._with_weights(layer, scores * scale)
+
+    def attend_grouped(self, layer, query, key, value, rotary, scale):
+        repeated = jnp.repeat(rotate(key, self.positions, rotary), query.shape[1] // key.shape[1], axis=1)
+        out, _ = super().attend_grouped(layer, query, key, value, rotary, scale)
+        return out, self._with_weights(layer, jnp.einsum("MHD,NHD->MHN", query, repeated) * scale)
+
+    def _with_weights(self, layer, scores):
         visible = self.positions[:, None] >= self.positions[None]
-        SEEN.append(jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1))
-        return super()._attend(query, key, jnp.repeat(value, heads // groups, axis=1), scale)
+        weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+        return dataclasses.replace(self, weights=self.weights.at[layer].set(weights))
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -54,13 +63,13 @@ def model(request):
     return families.random_model(MODELS[request.param], seed=0)
 
 
-def attention_weights(model, tokens) -> list[np.ndarray]:
-    """``[M, H, N]`` of every layer."""
-    SEEN.clear()
-    positions = jnp.arange(len(tokens))
-    with jax.disable_jit():
-        model.forward(jnp.asarray(tokens), positions, WeightView(positions))
-    return [np.asarray(weights, np.float64) for weights in SEEN]
+def attention_weights(model, tokens) -> np.ndarray:
+    """``[L, M, H, N]``."""
+    positions, length = jnp.arange(len(tokens)), len(tokens)
+    heads = model.config.num_attention_heads
+    view = WeightView(positions, jnp.zeros((model.row_format.num_layers, length, heads, length)))
+    _, view = jax.jit(model.forward)(jnp.asarray(tokens), positions, view)
+    return np.asarray(view.weights, np.float64)
 
 
 def profiles_of(cache, length) -> np.ndarray:

@@ -147,28 +147,36 @@ def test_cacheblend_measures_the_second_layer(model, config, kind):
     assert expected.max() > 0.1
 
 
-SEEN: list[tuple[np.ndarray, np.ndarray]] = []
-
-
 @struct.dataclass
 class RowView(DenseView):
-    """Dense attention that leaves what a cache would keep in ``SEEN``, keys before rotation; not under ``jit``."""
+    """Dense attention that collects what a cache would keep, keys before rotation."""
+
+    latent: jax.Array
+    rope: jax.Array
 
     def attend_latent(self, layer, q_nope, q_rope, c_kv, k_rope, *rest):
-        SEEN.append((np.asarray(c_kv), np.asarray(k_rope)))
-        return super().attend_latent(layer, q_nope, q_rope, c_kv, k_rope, *rest)
+        out, _ = super().attend_latent(layer, q_nope, q_rope, c_kv, k_rope, *rest)
+        return out, self._with_rows(layer, c_kv, k_rope)
 
     def attend_grouped(self, layer, query, key, value, *rest):
-        SEEN.append((np.asarray(value), np.asarray(key)))
-        return super().attend_grouped(layer, query, key, value, *rest)
+        out, _ = super().attend_grouped(layer, query, key, value, *rest)
+        return out, self._with_rows(layer, value, key)
+
+    def _with_rows(self, layer, latent, rope):
+        tokens = len(self.positions)
+        return dataclasses.replace(
+            self,
+            latent=self.latent.at[layer].set(latent.reshape(tokens, -1)),
+            rope=self.rope.at[layer].set(rope.reshape(tokens, -1)),
+        )
 
 
 def second_layer_rows(model, tokens) -> tuple[np.ndarray, np.ndarray]:
-    SEEN.clear()
-    positions = jnp.arange(len(tokens))
-    with jax.disable_jit():
-        model.forward(jnp.asarray(tokens), positions, RowView(positions))
-    return SEEN[1]
+    rows, positions = model.row_format, jnp.arange(len(tokens))
+    shape = rows.num_layers, len(tokens)
+    view = RowView(positions, jnp.zeros((*shape, rows.latent_width)), jnp.zeros((*shape, rows.rope_width)))
+    _, view = jax.jit(model.forward)(jnp.asarray(tokens), positions, view)
+    return np.asarray(view.latent)[1], np.asarray(view.rope)[1]
 
 
 def test_ours_takes_the_most_dependent_tokens_of_other_contexts(model, cache):
