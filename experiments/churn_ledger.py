@@ -6,20 +6,31 @@ served only as what it is: to its owner, for its token, at its position turned b
 bits unchanged, and not once a secret in it has been forgotten.
 """
 
-from collections import Counter
-from typing import Any
+from collections import Counter, OrderedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from experiments.churn_oracle import Reference, float64_params, places, pool_rows, recompute, same_bits
 from irminsul.cache import ContentCache
-from irminsul.page_tree import FREE
-from irminsul.plan import EXACT, SHIFTED
+from irminsul.page_tree import FREE, PageTree
+from irminsul.plan import EXACT, REPAIR, SHIFTED
 from irminsul.prefill import PrefillResult, Request
 
 ROUNDING = 2e-4  # of float32 programs against float64, for rows and logits of size about 1
 KEPT_NOTES = 20
 NOBODY = -1
+FORGOTTEN = np.uint64(1 << 63)
+ARCHIVED_PAGES = 8192
+
+
+class Archived(NamedTuple):
+    """A page as it was when it was written to a tier; ``secrets`` holds ``FORGOTTEN`` once one of them is."""
+
+    rows: np.ndarray
+    pure: np.ndarray
+    secrets: np.ndarray
+    bitwise: bool
 
 
 class Ledger:
@@ -35,7 +46,8 @@ class Ledger:
         self.owner: list[bytes | None] = [None] * num_pages
         self.bitwise = np.zeros(num_pages, bool)  # whether pure means equal bits to this owner
         self.readers = np.zeros(num_pages, np.int32)
-        self.forgotten = np.uint64(0)
+        self.forgotten = FORGOTTEN
+        self.archive: OrderedDict[tuple[bytes, int, bytes], list[Archived]] = OrderedDict()
         self.reference = reference
         self.counts: Counter[str] = Counter()
         self.notes: list[str] = []
@@ -63,24 +75,24 @@ class Ledger:
 
     # A request from prefill to its end
 
-    def prefilled(self, model: Any, result: PrefillResult, secrets: np.ndarray) -> None:
+    def prefilled(self, model: Any, result: PrefillResult, secrets: np.ndarray, mark: int = 0) -> None:
         """Checks what a prompt was served and notes what it wrote.
 
-        ``secrets [T]`` says, a bit each, which secrets each token of the prompt belongs to.
+        ``secrets [T]`` says, a bit each, which secrets each token of the prompt belongs to; ``mark`` is one more such
+        bit for every token that this request computes.
         """
         request, plan, storage = result.request, result.request.plan, result.cache.config.storage
         tokens, length = plan.content.tokens, plan.length
         page, row, base = places(request)
-        shared, source = self._sources(request, page, row)
+        source = _sources(request, page, row)
         reused = np.isin(plan.bin_of_token, (EXACT, SHIFTED))
-        self._expect(reused == shared, "a bin says reused of a computed row, or computed of a reused one")
         self._expect(~reused[-1:], "the last token of a prompt was not computed")
         self._check_served(request, source, base, reused)
         now = pool_rows(result.cache.pool)[page, row]
         self._expect(same_bits(now[reused], self.rows[source][reused]), "bits of a served row changed")
 
         bitwise = np.logical_and.accumulate(~reused | self.pure[source])
-        bitwise &= np.logical_and.accumulate(plan.bin_of_token != SHIFTED)
+        bitwise &= np.logical_and.accumulate(~np.isin(plan.bin_of_token, (SHIFTED, REPAIR)))
         logits = np.asarray(result.logits)[None]
         expected, cold_logits = self.reference(model, tokens)
         self._expect(same_bits(now[bitwise], expected[bitwise]), "bits of a pure row differ from a cold prefill")
@@ -91,26 +103,14 @@ class Ledger:
             self._expect(np.abs(now - expected)[exact].max(axis=-1) < ROUNDING, "an exact row is none of this prefix")
         self._check_computed(model, storage, tokens, now, base, reused, logits)
 
-        influence = np.where(reused, self.secrets[source], np.uint64(0)) | secrets
-        written = ~reused | (page != source[0])
+        influence = np.where(reused, self.secrets[source], np.uint64(mark)) | secrets
+        written = ~reused | (page != source[0])  # computed, or copied into a page of this request
         self._claim(request)
         at = page[written], row[written]
         self.token[at], self.position[at] = tokens[written], np.arange(length)[written]
         self.pure[at], self.rows[at] = bitwise[written], now[written]
         self.secrets[at] = np.where(reused, influence, np.bitwise_or.accumulate(influence))[written]
         self.readers[request.held] += 1
-
-    def _sources(self, request: Request, page: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, tuple]:
-        """Which tokens stood in the pool before, and where each was: for a row copied on write, in its first page."""
-        first = np.full(len(self.owner), -1)
-        copied = np.zeros(len(self.owner), np.int64)
-        origin = np.arange(len(self.owner))
-        first[request.pages] = 0
-        for record, target in zip(request.fresh, request.pages.tolist(), strict=True):
-            if record.copied_rows:
-                copied[target], origin[target] = record.copied_rows, record.copied_from
-        shared = (first[page] < 0) | (row < copied[page])
-        return shared, (np.where(shared, origin[page], page), row)
 
     def _check_served(self, request: Request, source: tuple, base: np.ndarray, reused: np.ndarray) -> None:
         plan, policy = request.plan, request.policy
@@ -150,7 +150,7 @@ class Ledger:
         self._expect(near, "logits are not what the rows give")
 
     def _claim(self, request: Request) -> None:
-        for page in request.pages.tolist():
+        for page in [*request.pages.tolist(), *request.private.tolist()]:
             if self.owner[page] is not None:
                 self.counts["evictions"] += 1
                 if self.readers[page]:
@@ -185,9 +185,65 @@ class Ledger:
 
     # The whole cache
 
-    def forget(self, secret: int) -> None:
-        """From now on no row may be served, or kept, that this secret (a bit) had a part in."""
-        self.forgotten |= np.uint64(1 << secret)
+    def knowing(self, cache: ContentCache, bit: int) -> int:
+        """How many stored rows a secret had a part in."""
+        filled = np.arange(self.token.shape[1]) < cache.tree.fill[:, None]
+        return int(((self.secrets & np.uint64(bit)) != 0)[filled & (self.token != NOBODY)].sum())
+
+    def unmark(self, bit: int) -> None:
+        """Nobody will ask to forget this any more."""
+        self.secrets &= ~np.uint64(bit)
+        for page in (page for pages in self.archive.values() for page in pages):
+            page.secrets[...] &= ~np.uint64(bit)
+
+    def forget(self, cache: ContentCache, bit: int) -> None:
+        """Checks that no stored row is left that a secret had a part in; from now on none may come back."""
+        self.forgotten |= np.uint64(bit)
+        self.audit(cache)
+        self.forgotten ^= np.uint64(bit)
+        dropped = np.arange(self.token.shape[1]) >= cache.tree.fill[:, None]
+        self.token[dropped] = NOBODY
+        for page in (page for pages in self.archive.values() for page in pages):
+            page.secrets[(page.secrets & np.uint64(bit)) != 0] = FORGOTTEN
+        self.unmark(bit)
+
+    # Tiers
+
+    def archived(self, cache: ContentCache, request: Request) -> None:
+        """Remembers the pages of a request as they go to a tier."""
+        for page in request.pages.tolist():
+            fill = int(cache.tree.fill[page])
+            if fill and self.owner[page] == request.key:
+                name = (request.key, int(self.position[page, 0]), self.token[page, :fill].tobytes())
+                rows, pure, secrets = (array[page, :fill].copy() for array in (self.rows, self.pure, self.secrets))
+                copy = Archived(rows, pure, secrets, bool(self.bitwise[page]))
+                self.archive[name] = [*self.archive.pop(name, [])[-3:], copy]
+        while len(self.archive) > ARCHIVED_PAGES:
+            self.archive.popitem(last=False)
+
+    def loaded(self, before: PageTree, cache: ContentCache) -> None:
+        """Checks pages that came back from a tier since the tree was as ``before``, and notes them."""
+        tree = cache.tree
+        changed = tree.serial != before.serial
+        self.counts["evictions"] += int((changed & (before.namespace != FREE)).sum())
+        rows = pool_rows(cache.pool)
+        for page in np.flatnonzero((tree.namespace != FREE) & (changed | (before.namespace == FREE))).tolist():
+            fill, begin, key = (
+                int(tree.fill[page]),
+                int(tree.base_position[page]),
+                cache.namespaces[tree.namespace[page]],
+            )
+            known = self.archive.get((key, begin, tree.tokens[page, :fill].tobytes()), [])
+            same = [copy for copy in known if same_bits(copy.rows, rows[page, :fill]).all()]
+            if not same:
+                self.violation("wrong", f"page {page} came from a tier and is none that went there", fill)
+            self.owner[page] = key
+            self.token[page], self.secrets[page] = NOBODY, 0
+            self.token[page, :fill], self.position[page, :fill] = tree.tokens[page, :fill], begin + np.arange(fill)
+            self.rows[page, :fill] = rows[page, :fill]
+            if same:
+                self.pure[page, :fill], self.bitwise[page] = same[-1].pure, same[-1].bitwise
+                self.secrets[page, :fill] = np.bitwise_or.reduce([copy.secrets for copy in same])
 
     def audit(self, cache: ContentCache) -> None:
         """Compares every page of the cache with the ledger: owner, tokens, positions, flags, bits and readers."""
@@ -213,3 +269,15 @@ class Ledger:
         for page in pages.tolist():
             self.owner[page] = None
             self.token[page], self.secrets[page] = NOBODY, 0
+
+
+def _sources(request: Request, page: np.ndarray, row: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Page and row that each token's row was taken from: of a computed one its own, of a copied one where it was
+    before."""
+    page, row = page.copy(), row.copy()
+    for span in request.plan.spans:
+        for piece in span.pieces:
+            rows = np.arange(piece.row_begin, piece.row_end)
+            at = piece.position + rows - piece.row_begin
+            page[at], row[at] = piece.page, rows
+    return page, row

@@ -87,7 +87,7 @@ def recompute(
       config, params: of a model of dense layers with tied embeddings; ``params`` from ``float64_params``.
       storage: of the cache the rows come from.
       rows: ``[T, W]``, of which those marked in ``reused`` are given and the others computed.
-      base: position each given key was stored for.
+      base: position each key is, or has to be, stored for.
 
     Returns:
       ``(rows [T, W], logits [T, V])``; of reused tokens the given row, and logits that mean nothing.
@@ -110,7 +110,8 @@ def recompute(
         c_kv[fresh] = _norm(down[:, :latent], 1e-6) * attention["kv_norm"]
         key[fresh] = _rotate(down[:, latent:], positions[fresh], theta)
         out[fresh, layer, :latent] = c_kv[fresh]
-        out[fresh, layer, latent:] = key[fresh] if storage == "base" else down[:, latent:]
+        stored = _rotate(down[:, latent:], base[fresh], theta) if storage == "base" else down[:, latent:]
+        out[fresh, layer, latent:] = stored
         q_latent = np.einsum("mhk,hkc->mhc", query[..., :nope], attention["w_uk"])
         q_rope = _rotate(query[..., nope:], positions[fresh][:, None], theta)
         scores = (q_latent @ c_kv.T + q_rope @ key.T) * (nope + rope) ** -0.5  # [M, H, T]

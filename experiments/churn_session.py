@@ -24,15 +24,18 @@ from experiments.churn_faults import (
 )
 from experiments.churn_ledger import Ledger
 from experiments.churn_oracle import Reference
-from experiments.churn_traffic import Block, Traffic, secrets_of, tokens_of
+from experiments.churn_tiers import Tiers
+from experiments.churn_traffic import SECRETS, Block, Traffic, secrets_of, tokens_of
 from irminsul.cache import CacheConfig, new_cache, open_namespace
+from irminsul.cache_key import request_key
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.decode import advance, start_decoding
 from irminsul.fingerprint import HashFunction
+from irminsul.forget import forget
 from irminsul.plan import EXACT, SHIFTED, read_content
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import Request, complete, prefill, request_key
+from irminsul.prefill import Request, complete, prefill
 from models import families
 
 MODEL = {
@@ -60,10 +63,15 @@ POLICIES = (
     *[get_policy("prefix", **EAGER)] * 2,
     get_policy("paged_prefix", **EAGER),
     get_policy("naive", **EAGER),
+    get_policy("epic:5", **EAGER),
+    get_policy("irminsul+repair", **EAGER),
+    get_policy("cacheblend", **EAGER),
     get_policy("full"),
 )
-STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded")
+STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded", "marked")
 TENANTS = 4
+STORED = ("tenant 0",)  # whose pages go to the tiers
+MARKS = 63  # bits behind those of secrets are for requests
 MOST_OPEN = 3
 
 
@@ -84,10 +92,15 @@ class Ask:
     policy: Policy
     new_tokens: int
     hash_function: HashFunction
+    marked: bool
 
     @property
     def namespace(self) -> str:
         return f"tenant {self.tenant}"
+
+    @property
+    def stored(self) -> bool:
+        return self.namespace in STORED and self.policy.register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +129,9 @@ class Churn:
         self.ledger = Ledger(num_pages, self.config.page_size, width, Reference(self.config))
         self.traffic = Traffic(seed, TENANTS, self.model.vocab_size, self.config.max_prompt_tokens)
         self.policies = [policy for policy in POLICIES if policy.rotate or storage == "base"]
+        self.tiers = Tiers(self.config)
+        # Bit of each request that may be forgotten: its clock, and whose it is.
+        self.marked: dict[int, tuple[int, str]] = {}
         self.counts: Counter[str] = Counter()
         self.open: list[Open] = []
         self.operation = 0
@@ -128,7 +144,8 @@ class Churn:
     def save(self, path: Path) -> None:
         """Ends the open requests and writes a checkpoint, which only this program reads."""
         self.close()
-        state = {name: getattr(self, name) for name in STATE}
+        self.restart(np.random.default_rng(0))
+        state = {name: getattr(self, name) for name in STATE} | {"stored": self.tiers.objects()}
         partial = path.with_suffix(".partial")
         partial.write_bytes(pickle.dumps(state))
         partial.replace(path)
@@ -137,6 +154,7 @@ class Churn:
         """Goes on from a checkpoint of a worker with the same seed, pages and storage."""
         state = pickle.loads(path.read_bytes())
         self.ledger.__dict__.update(state.pop("ledger").__dict__)
+        self.tiers.put_back(state.pop("stored"))
         self.__dict__.update(state)
 
     def step(self) -> None:
@@ -164,6 +182,7 @@ class Churn:
             "policy": self.policies[rng.integers(len(self.policies))],
             "new_tokens": int(rng.integers(1, self.config.max_new_tokens + 1)) if rng.random() < 0.3 else 0,
             "hash_function": _draw_hash(rng),
+            "marked": bool(rng.random() < 0.1),
         }
         return Ask(**drawn | chosen)
 
@@ -178,6 +197,8 @@ class Churn:
         tokens, model = tokens_of(ask.blocks), self.model
         if ask.hash_function is not xxhash.xxh64_intdigest:
             self.counts["collisions_injected"] += self._collisions(ask, tokens)
+        if ask.stored:
+            self._load(ask, tokens)
         try:
             with hashed_by(ask.hash_function):
                 result = prefill(
@@ -194,7 +215,8 @@ class Churn:
             self.counts["refused"] += 1
             return None
         self.cache = result.cache
-        self.ledger.prefilled(model, result, secrets_of(ask.blocks))
+        mark = self._mark(result.request, ask.namespace) if ask.marked else 0
+        self.ledger.prefilled(model, result, secrets_of(ask.blocks), mark)
         bins = result.request.plan.bin_of_token
         self.counts["exact_hits"] += int((bins == EXACT).sum())
         self.counts["shifted_hits"] += int((bins == SHIFTED).sum())
@@ -212,7 +234,26 @@ class Churn:
         with hashed_by(ask.hash_function):
             self.cache = complete(self.cache, started.request, np.asarray(generated, np.int32))
         self.ledger.ended(started.request)
+        if ask.stored:
+            self.ledger.audit(self.cache)
+            self.ledger.archived(self.cache, started.request)
+            self.tiers.keep(started.model, self.cache, started.request, np.asarray(generated, np.int32))
         self.traffic.remember(ask.tenant, ask.blocks, generated)
+
+    def _load(self, ask: Ask, tokens: np.ndarray) -> None:
+        key = request_key(self.cache, self.model, ask.namespace, ask.adapter, ask.policy.bitwise)
+        before = self.cache.tree.copy()
+        self.cache, met = self.tiers.load(self.model, self.cache, key, tokens, ask.policy, ask.new_tokens)
+        self.counts["corrupt_objects_survived"] += met
+        self.ledger.loaded(before, self.cache)
+        self.ledger.audit(self.cache)
+
+    def _mark(self, request: Request, namespace: str) -> int:
+        free = [bit for bit in range(SECRETS, MARKS) if bit not in self.marked]
+        if not free:
+            return 0
+        self.marked[free[0]] = request.clock, namespace
+        return 1 << free[0]
 
     def _decode(self, started: Open, count: int) -> tuple[list[int], np.ndarray]:
         decoding = start_decoding(self.cache, started.request, started.logits)
@@ -243,6 +284,47 @@ class Churn:
         while self.open:
             self.end(rng, self.open.pop())
         self.ledger.audit(self.cache)
+
+    # Forgetting and tiers
+
+    def forget(self, rng: np.random.Generator) -> None:
+        """A secret in the prompts of all tenants, or one request: nothing that knows it may stay."""
+        self.close()
+        known = [*self.traffic.secrets, *self.marked]
+        if not known:
+            return
+        bit = int(rng.choice(known))
+        expected, removed = self.ledger.knowing(self.cache, 1 << bit), 0
+        if bit in self.marked:
+            clock, namespace = self.marked.pop(bit)
+            self.tiers.forget(self.models, clock, namespace)
+            if clock in self.cache.provenance.computations:
+                self.cache, report = forget(self.cache, clock, namespace=namespace)
+                removed += report.rows - report.unknown_rows
+        else:
+            for tenant in range(TENANTS):
+                tokens, namespace = self.traffic.secrets[bit], f"tenant {tenant}"
+                self.tiers.forget(self.models, tokens, namespace)
+                self.cache, report = forget(self.cache, tokens, namespace=namespace)
+                removed += report.rows - report.unknown_rows
+            self.traffic.forget(bit)
+        self.ledger.forget(self.cache, 1 << bit)
+        if removed > expected:
+            self.ledger.violation("wrong", f"{removed} rows forgotten where {expected} knew", removed - expected)
+        self.counts["forgets"] += 1
+
+    def restart(self, rng: np.random.Generator) -> None:
+        """The tiers are closed and read again."""
+        self.tiers.restart()
+        for bit, (_, namespace) in list(self.marked.items()):
+            if namespace in STORED:  # tiers know requests by number for as long as they are open
+                del self.marked[bit]
+                self.ledger.unmark(1 << bit)
+
+    def damage(self, rng: np.random.Generator) -> None:
+        """A stored object is damaged; whoever meets it computes."""
+        self.restart(rng)
+        self.tiers.damage(rng)
 
     # Pressure and faults
 
@@ -299,6 +381,9 @@ OPERATIONS: dict[str, tuple[float, Callable[[Churn, np.random.Generator], None]]
     "serve": (80.0, Churn.serve),
     "begin_or_end": (14.0, Churn.begin_or_end),
     "pressure": (1.0, Churn.pressure),
+    "forget": (2.0, Churn.forget),
+    "restart": (0.5, Churn.restart),
+    "damage": (1.0, Churn.damage),
     "reload": (2.0, Churn.reload),
     "collide": (1.0, Churn.collide),
     "misuse": (1.0, Churn.misuse),

@@ -9,7 +9,7 @@ import dataclasses
 import numpy as np
 
 NO_SECRET = -1
-SECRETS = 60  # a bit each
+SECRETS = 48  # a bit each
 
 
 @dataclasses.dataclass(frozen=True)
