@@ -4,6 +4,7 @@ The original runs over text behind a KV view that keeps sums. So one pass serves
 nothing grows with the amount of text.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ class CalibrationView:
             "phase": phase,
             "weight": weight,
         }
-        return out, self.replace(**{name: getattr(self, name).at[layer].add(value) for name, value in sums.items()})
+        return out, dataclasses.replace(
+            self, **{name: getattr(self, name).at[layer].add(value) for name, value in sums.items()}
+        )
 
     def _attend(self, query, key, value, rotary, scale):
         """Outputs, and sums over all pairs but those with key 0: slopes times cosine and sine of distance, slopes."""

@@ -30,15 +30,15 @@ def documents(source: Path) -> Iterator[str]:
         yield source.read_text(encoding="utf-8", errors="replace")
 
 
-def encode(texts: Iterator[str], tokenizer: Tokenizer) -> np.ndarray:
-    """Every document behind a ``<|bos|>``, one after another, uint16.
+def encode(texts: Iterator[str], tokenizer: Tokenizer, separator: str = "<|bos|>") -> np.ndarray:
+    """Every document behind a ``separator``, one after another, uint16.
 
     Raises:
-      ValueError: if the vocabulary does not fit 16 bits, or has no ``<|bos|>``.
+      ValueError: if the vocabulary does not fit 16 bits, or has no such token.
     """
-    bos = tokenizer.token_to_id("<|bos|>")
+    bos = tokenizer.token_to_id(separator)
     if bos is None:
-        raise ValueError("the tokenizer has no '<|bos|>'; train it with tools/corpus/train_tokenizer.py")
+        raise ValueError(f"the tokenizer has no {separator!r}; train it with tools/corpus/train_tokenizer.py")
     if tokenizer.get_vocab_size() > 2**16:
         raise ValueError(f"a vocabulary of {tokenizer.get_vocab_size()} does not fit the 16 bits a token is kept in")
     parts = []
@@ -47,13 +47,16 @@ def encode(texts: Iterator[str], tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
 
 
-def token_stream(source: Path, tokenizer: Tokenizer, cache: Path | None = None) -> np.ndarray:
+def token_stream(
+    source: Path, tokenizer: Tokenizer | None, cache: Path | None = None, separator: str = "<|bos|>"
+) -> np.ndarray:
     """The stream of ``source``; with ``cache``, memory-mapped from there, where it is written on first use.
 
     Args:
       source: text as in ``documents``, or ``.u16.xz`` tokens of the same tokenizer (``tools/corpus/build.py``).
-      tokenizer: used for text.
+      tokenizer: used for text, which needs one.
       cache: an ``.npy`` file.
+      separator: the token before each document of a text.
     """
     if cache is not None and cache.exists():
         return np.load(cache, mmap_mode="r")
@@ -62,7 +65,8 @@ def token_stream(source: Path, tokenizer: Tokenizer, cache: Path | None = None) 
     if source.name.endswith(".u16.xz"):
         tokens = np.frombuffer(lzma.decompress(source.read_bytes()), np.uint16)
     else:
-        tokens = encode(documents(source), tokenizer)
+        assert tokenizer is not None
+        tokens = encode(documents(source), tokenizer, separator)
     if cache is None:
         return tokens
     cache.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,86 @@
+"""The six tensors of a converted model that healing trains, and their differences as int8.
+
+``q`` holds queries' parts without position and their rotary parts, ``kv_down`` the projections to the latent and to the
+rotary key, ``w_uk`` and ``w_uv`` one copy for each group of heads.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from safetensors.numpy import load_file, save_file
+
+from models import families
+from models.families import Model
+from models.row_int8 import SUFFIX, dequantise, quantise
+
+SHARED = ("w_uk", "w_uv")
+NAMES = ("q", "kv_down", *SHARED)
+FILES = "healed-*.safetensors"
+
+
+def tensors_of(model: Model, groups: int) -> dict[str, Array]:
+    """The trained tensors of all layers; of those that heads share, one copy for each of ``groups`` key heads that the
+    original had."""
+    attention = model.params["dense"]["attention"]
+    size = model.config.num_attention_heads // groups
+    return {name: attention[name][:, ::size] if name in SHARED else attention[name] for name in NAMES}
+
+
+def with_tensors(model: Model, tensors: dict[str, Array]) -> Model:
+    """The model with these tensors instead of its own; traceable. Keeps the digest: it is for training."""
+    attention = dict(model.params["dense"]["attention"])
+    for name, value in tensors.items():
+        attention[name] = (
+            jnp.repeat(value, attention[name].shape[1] // value.shape[1], axis=1) if name in SHARED else value
+        )
+    dense = {**model.params["dense"], "attention": attention}
+    return dataclasses.replace(model, params={**model.params, "dense": dense})
+
+
+def save(converted: Model, tensors: dict[str, Array], folder: Path, *, shard_bytes: int = 14_000_000) -> None:
+    """Writes what training changed as int8 with a scale for each input of each layer, in files of about
+    ``shard_bytes``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, np.ndarray]] = [{}]
+    before = tensors_of(converted, tensors["w_uk"].shape[1])
+    for layer in range(len(before["q"])):
+        for name in NAMES:
+            change = np.asarray(tensors[name][layer], np.float32) - np.asarray(before[name][layer], np.float32)
+            rows, scale = quantise(change.reshape(-1, change.shape[-1]))
+            if shards[-1] and rows.nbytes + sum(part.nbytes for part in shards[-1].values()) > shard_bytes:
+                shards.append({})
+            shards[-1] |= {f"{layer}.{name}": rows.reshape(change.shape), f"{layer}.{name}{SUFFIX}": scale}
+    for number, shard in enumerate(shards, 1):
+        save_file(shard, folder / f"healed-{number:05d}-of-{len(shards):05d}.safetensors")
+
+
+def load(converted: Model, folder: Path) -> Model:
+    """The converted model with the differences of ``folder`` added.
+
+    Raises:
+      FileNotFoundError: if there are none.
+      ValueError: if they are of another model's shape.
+    """
+    stored: dict[str, Any] = {}
+    for path in sorted(Path(folder).glob(FILES)):
+        stored |= load_file(path)
+    if not stored:
+        raise FileNotFoundError(f"{folder} holds no {FILES}; heal the model first")
+    found = {}
+    for name, before in tensors_of(converted, len(stored["0.w_uk"])).items():
+        changes = []
+        for layer in range(len(before)):
+            rows = stored.get(f"{layer}.{name}")
+            if rows is None or rows.shape != before.shape[1:]:
+                shape = None if rows is None else rows.shape
+                raise ValueError(f"tensor {layer}.{name} has shape {shape}, the model {before.shape[1:]}; heal it anew")
+            flat = dequantise(rows.reshape(-1, rows.shape[-1]), stored[f"{layer}.{name}{SUFFIX}"])
+            changes.append(flat.reshape(rows.shape))
+        found[name] = (jnp.asarray(before, jnp.float32) + np.stack(changes)).astype(before.dtype)
+    model = with_tensors(converted, found)
+    return families.model(model.family, model.config, jax.tree.map(jnp.asarray, model.params))
