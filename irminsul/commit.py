@@ -61,7 +61,7 @@ def claim(cache: ContentCache, plan: ReusePlan, fresh: tuple[FreshPage, ...], pa
         tree.writer[page] = tree.clock
         tree.writer[page, : record.copied_rows] = tree.writer[record.copied_from, : record.copied_rows]
         tree.pure[page] = tree.decoded[page] = False
-        evicted_parent = record.parent >= 0 and tree.namespace[record.parent] != namespace
+        evicted_parent = record.parent >= 0 and tree.namespace[record.parent] == FREE
         page_tree.attach(tree, page, ORPHAN if evicted_parent else record.parent, record.parent_end)
 
 

@@ -17,7 +17,7 @@ from irminsul.device_cache import DeviceHintTable, DevicePageTree
 from irminsul.device_registry import lookup
 from irminsul.device_tree import Trail, walk_left, walk_right
 from irminsul.plan import BINS, EVICTED, EXACT, LAST, NEW, REFUSED, ROOT_WINDOW, SHIFTED, SHORT, SINK
-from irminsul.policies import Policy
+from irminsul.policies import Policy, looked_for
 from irminsul.registry import WAYS
 from irminsul.uint64 import UInt64
 
@@ -62,7 +62,7 @@ def serving(policy: Policy, attempt: Int[Array, ""]) -> Serving:
     return Serving(
         exact=policy.exact & (attempt < 2),
         look=(policy.shifted != "ignore") | (attempt > 0),
-        shifted=(policy.shifted == "serve") & (attempt == 0),
+        shifted=(looked_for(policy).shifted == "serve") & (attempt == 0),
     )
 
 

@@ -113,7 +113,8 @@ def _best_child(
     def step(state: tuple) -> tuple:
         child, best, best_matched = state
         matched = _match_page(tree, prompt, begin, child, jnp.int32(0), stop, pure)
-        better = (tree.parent_end[child] == row_begin) & (matched > best_matched)
+        follows = (tree.parent_end[child] == row_begin) & (tree.namespace[child] == tree.namespace[page])
+        better = follows & (matched > best_matched)
         return tree.next_sibling[child], jnp.where(better, child, best), jnp.where(better, matched, best_matched)
 
     state = (tree.first_child[page], jnp.int32(NONE), jnp.int32(0))

@@ -72,6 +72,8 @@ def turn(
         repairs, or a model is given and the carry holds no pool.
     """
     check_storage(config, policy)
+    if policy.provenance == "isolated":
+        raise ValueError("provenance='isolated' computes chunks ahead of a prompt; serve it with Engine")
     if policy.repair != "none":
         raise ValueError(
             f"policy={policy.name!r} recomputes tokens inside reused spans, which a turn inside jit does not; serve it "

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from irminsul.decode import advance, start_decoding
 from irminsul.forget import Forgotten, forget
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import PrefillResult, Request, check_token_ids, complete, prefill
+from irminsul.publish import isolate, publish
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling
 from irminsul.store import Store
@@ -103,6 +104,7 @@ class Engine:
         top_p: float = 1.0,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
+        shared: tuple[str, ...] = (),
     ) -> Response:
         """Serves one prompt and keeps its rows as the policy says.
 
@@ -113,6 +115,7 @@ class Engine:
           max_new_tokens: how many tokens to generate, fewer if one of ``stop_tokens`` comes up.
           temperature, top_p, seed: sampling; temperature 0 is greedy.
           on_token: called with each token as it is known.
+          shared: published namespaces to read besides (``publish``).
 
         Raises:
           As ``prefill``. The engine can be used on afterwards.
@@ -125,6 +128,10 @@ class Engine:
         count = max_new_tokens if forced is None else len(forced)
         self._load(tokens, namespace, adapter, count)
         loaded = time.perf_counter()
+        if self.policy.provenance == "isolated" and self.policy.shifted == "serve":
+            self.cache = isolate(
+                self.model, self.cache, tokens, self.policy, namespace=namespace, adapter=adapter, mode=self.mode
+            )
         result = prefill(
             self.model,
             self.cache,
@@ -134,6 +141,7 @@ class Engine:
             adapter=adapter,
             new_tokens=count,
             mode=self.mode,
+            shared=shared,
         )
         self.cache = result.cache
         first = time.perf_counter()
@@ -166,6 +174,19 @@ class Engine:
             table_entries=len(result.request.entries),
             request=result.request.clock,
         )
+
+    def publish(
+        self, context: np.ndarray, texts: Sequence[np.ndarray] = (), *, namespace: str, adapter: str = ""
+    ) -> None:
+        """Keeps rows of ``texts``, computed behind ``context`` alone, for requests with ``namespace`` among ``shared``.
+
+        Raises:
+          As ``publish.publish``. The engine can be used on afterwards.
+        """
+        for text in texts or [np.zeros(0, np.int32)]:
+            self.cache = publish(
+                self.model, self.cache, context, [text], namespace=namespace, adapter=adapter, mode=self.mode
+            )
 
     def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
         """Removes a text, or what one request (``Response.request``) computed, and everything computed from it.

@@ -4,7 +4,8 @@ The path from a page up to the root spells the tokens that preceded its rows whe
 truth about a row; fingerprints (``registry.py``) only find places in it. Every question the cache asks is a walk:
 
 - *matching to the left* follows ``parent``, which is unique;
-- *matching to the right* follows the page's own rows, then the best of its children;
+- *matching to the right* follows the page's own rows, then the best of its children (of its own namespace: a tenant's
+  pages may hang behind published ones);
 - a hit is *exact* when the walk reaches the root and every row on it is ``pure``.
 
 The arrays are plain numpy and are changed in place by whoever owns the tree (``ContentCache`` is consumed by each
@@ -260,7 +261,7 @@ def _only_descendants(tree: PageTree, page: int, row_begin: int, count: int, row
         rows -= fill - row_begin
         child = int(tree.first_child[page])
         only = child != NONE and tree.next_sibling[child] == NONE and tree.parent_end[child] == fill
-        if not only or len(path) == count or rows <= 0:
+        if not only or tree.namespace[child] != tree.namespace[page] or len(path) == count or rows <= 0:
             return path
         page, row_begin = child, 0
 
@@ -271,7 +272,8 @@ def _best_child(tree: PageTree, prompt: np.ndarray, page: int, row_end: int, pur
     family: list[int] = list(islice(_children(tree, page), FEW + 1))
     if len(family) > FEW:
         family = np.flatnonzero(tree.parent == page).tolist()
-    candidates = [child for child in family if tree.parent_end[child] == row_end]
+    owner = tree.namespace[page]
+    candidates = [child for child in family if tree.parent_end[child] == row_end and tree.namespace[child] == owner]
     if not candidates:
         return NONE
     length = min(tree.page_size, len(prompt))

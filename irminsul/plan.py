@@ -6,6 +6,7 @@ sides.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -13,7 +14,7 @@ from jaxtyping import Int8, Int32, UInt64
 
 from irminsul import chunking, fingerprint, registry
 from irminsul.page_tree import PageTree, Piece, gather, join, walk_left, walk_right
-from irminsul.policies import Policy
+from irminsul.policies import Policy, looked_for
 from irminsul.registry import Registry
 
 # Every token of a prompt ends in exactly one of these. From "new" on they are reasons for having been computed:
@@ -60,6 +61,13 @@ class Span:
     @property
     def computed(self) -> bool:
         return not self.pieces
+
+
+class Readable(NamedTuple):
+    """A namespace whose rows a prompt may be served from, and what the prompt's content is under its key."""
+
+    namespace: int
+    content: PromptContent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,23 +171,33 @@ def plan_prompt(
     policy: Policy,
     anchor_window: int,
     max_entries: int | None = None,
+    shared: tuple[Readable, ...] = (),
+    isolated: tuple[Span, ...] = (),
 ) -> ReusePlan:
     """Plans a prompt of at least one token.
 
     Args:
       namespace: the owner id that pages must carry to be used.
       max_entries: of the page table; None for no limit.
+      shared: other namespaces to read.
+      isolated: spans that rows computed behind the sink alone can serve (``sources.isolated_spans``). An exact prefix ends where
+        they begin, so that the plan does not depend on what else is stored.
     """
     tokens = content.tokens
+    readable = (Readable(namespace, content), *shared)
     bins = np.full(len(tokens), NEW, np.int8)
     spans: list[Span] = []
-    exact = _exact_prefix(tree, hints, content, namespace, policy) if policy.exact else []
-    exact_end = exact[-1].position + exact[-1].row_end - exact[-1].row_begin if exact else 0
+    stop = min([len(tokens) - 1, *(span.begin for span in isolated)])
+    exact = longest([exact_prefix(tree, hints, *one, policy, stop) for one in readable]) if policy.exact else []
+    exact_end = path_end(exact)
     if exact:
         spans.append(Span(0, exact_end, True, tuple(exact)))
         bins[:exact_end] = EXACT
     if policy.shifted != "ignore":
-        spans += _shifted_spans(tree, hints, content, namespace, policy, anchor_window, exact_end, bins)
+        spans += _shifted_spans(tree, hints, readable, looked_for(policy), anchor_window, exact_end, bins)
+        spans += isolated
+        for span in isolated:
+            bins[span.begin : span.end] = SHIFTED
         if max_entries is not None:
             spans = _fit_entries(spans, content.segment_ends, len(tokens), tree.page_size, max_entries, bins)
     elif not policy.exact:
@@ -229,11 +247,21 @@ def _fit_entries(
     return served
 
 
-def _exact_prefix(
-    tree: PageTree, hints: Registry, content: PromptContent, namespace: int, policy: Policy
+def path_end(path: list[Piece]) -> int:
+    """Position behind the last token of a walk; 0 for an empty one."""
+    return path[-1].position + path[-1].row_end - path[-1].row_begin if path else 0
+
+
+def longest(paths: list[list[Piece]]) -> list[Piece]:
+    """The walk that reaches furthest, the first of equals."""
+    return max(paths, key=path_end)
+
+
+def exact_prefix(
+    tree: PageTree, hints: Registry, namespace: int, content: PromptContent, policy: Policy, stop: int
 ) -> list[Piece]:
-    """The longest stored path from the root that spells the prompt's beginning in pure rows; never the last token."""
-    tokens, stop = content.tokens, len(content.tokens) - 1
+    """The longest stored path from the root that spells the prompt's first ``stop`` tokens in pure rows."""
+    tokens = content.tokens
     whole = int(np.searchsorted(content.chunk_ends, stop, side="right"))
     ends = np.concatenate([[min(ROOT_WINDOW, stop)], content.chunk_ends[:whole]])
     keys = np.concatenate([[content.root_fingerprint], content.chain_fingerprints[:whole]])
@@ -266,19 +294,22 @@ def _truncate(pieces: list[Piece], granularity: int) -> list[Piece]:
 def _shifted_spans(
     tree: PageTree,
     hints: Registry,
-    content: PromptContent,
-    namespace: int,
+    readable: tuple[Readable, ...],
     policy: Policy,
     anchor_window: int,
     begin: int,
     bins: np.ndarray,
 ) -> list[Span]:
     """Greedy left-to-right cover of ``[begin, T-1)`` by shifted spans; writes the bins of what it looks at."""
-    tokens, stop = content.tokens, len(content.tokens) - 1
-    ends, keys, lengths = _candidates(content, policy, anchor_window)
-    keep = (ends > begin) & (ends <= stop)
-    ends, keys, lengths = ends[keep], keys[keep], lengths[keep]
-    live, stale, bucket = registry.lookup(hints.content, tree, keys)
+    tokens, stop = readable[0].content.tokens, len(readable[0].content.tokens) - 1
+    found = []
+    for one in readable:
+        ends, keys, lengths = _candidates(one.content, policy, anchor_window)
+        keep = (ends > begin) & (ends <= stop)
+        ends, keys, lengths = ends[keep], keys[keep], lengths[keep]
+        found.append(registry.lookup(hints.content, tree, keys))
+    live, stale = np.concatenate([one[0] for one in found], axis=1), np.concatenate([one[1] for one in found], axis=1)
+    bucket = np.stack([one[2] for one in found], axis=1)
     for candidate in np.flatnonzero(stale.any(axis=1) & ~live.any(axis=1)):
         window = bins[max(begin, ends[candidate] - lengths[candidate]) : ends[candidate]]
         window[window == NEW] = EVICTED
@@ -289,10 +320,11 @@ def _shifted_spans(
     while at < len(hits):
         candidate = hits[at]
         end, length = int(ends[candidate]), int(lengths[candidate])
-        for slot in np.flatnonzero(live[candidate]):
-            page = int(hints.content.page[bucket[candidate], slot])
-            row_end = int(hints.content.row_end[bucket[candidate], slot])
-            if tree.namespace[page] != namespace:
+        for way in np.flatnonzero(live[candidate]):
+            reader, slot = divmod(way, registry.WAYS)
+            page = int(hints.content.page[bucket[candidate, reader], slot])
+            row_end = int(hints.content.row_end[bucket[candidate, reader], slot])
+            if tree.namespace[page] != readable[reader].namespace:
                 continue
             pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy)
             if not pieces:

@@ -37,6 +37,10 @@ class Policy:
         the exact prefix with it: what an edit cut apart is still served.
       sink_tokens: shifted hits neither fill nor use positions below this; they may hold attention sinks.
       register: keep the rows of this request for later ones.
+      provenance: what shifted rows may have been computed behind. ``exact``: none are served, so answers are those of
+        full prefill, bit for bit. ``same_namespace``: anything that their namespace, or one read along with it, has
+        served. ``isolated``: the canonical sink alone (``sources.py``), never anybody's prompt.
+      sink: tokens of that sink; by default BOS, repeated up to ``sink_tokens``.
       repair: which tokens of shifted spans are recomputed (``repair.py``): the ``leading`` ones of each run, those of
         largest ``deviation``, or those of largest ``dependence``.
       repair_tokens: how many of each run, for ``leading``.
@@ -54,6 +58,8 @@ class Policy:
     min_reuse: int = 64
     sink_tokens: int = 32
     register: bool = True
+    provenance: Literal["exact", "same_namespace", "isolated"] = "same_namespace"
+    sink: tuple[int, ...] = ()
     repair: Literal["none", "leading", "deviation", "dependence"] = "none"
     repair_tokens: int = 0
     repair_fraction: float = 0.0
@@ -69,6 +75,12 @@ class Policy:
             raise ValueError(
                 f"min_reuse={self.min_reuse} must be at least 1 and sink_tokens={self.sink_tokens} not negative"
             )
+        if self.provenance not in ("exact", "same_namespace", "isolated"):
+            raise ValueError(
+                f"provenance={self.provenance!r} is unknown; choose 'exact', 'same_namespace' or 'isolated'"
+            )
+        if 0 < len(self.sink) < self.sink_tokens:
+            raise ValueError(f"sink has {len(self.sink)} tokens; give sink_tokens={self.sink_tokens} or more, or none")
         if self.repair not in ("none", "leading", "deviation", "dependence"):
             raise ValueError(
                 f"repair={self.repair!r} is unknown; choose 'none', 'leading', 'deviation' or 'dependence'"
@@ -93,6 +105,14 @@ POLICIES = {
         Policy("irminsul+repair", repair="dependence", repair_fraction=0.15),
     )
 }
+
+
+def looked_for(policy: Policy) -> Policy:
+    """The policy as far as rows of ordinary prompts go: where its provenance keeps it from serving shifted ones, they
+    are refused, and the plan says where they were."""
+    if policy.provenance == "same_namespace" or policy.shifted != "serve":
+        return policy
+    return dataclasses.replace(policy, shifted="refuse")
 
 
 def get_policy(policy: str | Policy, **overrides: Any) -> Policy:

@@ -15,13 +15,14 @@ from jaxtyping import Float, Int32
 from irminsul import page_tree
 from irminsul.blocks import Block, Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
-from irminsul.cache_key import request_key
+from irminsul.cache_key import Context, request_key
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use
 from irminsul.compute import PrefillBatch, run_prefill
 from irminsul.placement import FreshPage, Placement, assign, place
-from irminsul.plan import PromptContent, ReusePlan, extend_content, plan_prompt, read_content
+from irminsul.plan import PromptContent, Readable, ReusePlan, Span, extend_content, plan_prompt, read_content
 from irminsul.policies import Policy, get_policy
 from irminsul.repair import lend, privatise, with_repairs
+from irminsul.sources import isolated_spans, published
 from pallas_kernels.page_table import page_table_from_array
 
 
@@ -73,6 +74,8 @@ def prefill(
     mode: Mode = "fast",
     donate: bool = True,
     keep_hidden: bool = False,
+    shared: tuple[str, ...] = (),
+    context: Context = "private",
 ) -> PrefillResult:
     """Serves a prompt from the cache. Follow it with ``complete``, which ends the request and keeps its rows.
 
@@ -85,6 +88,8 @@ def prefill(
       mode: ``deterministic`` or ``fast``.
       donate: take the cache over in place; otherwise it stays valid and is copied.
       keep_hidden: return the hidden state of every computed token.
+      shared: published namespaces to read besides (``publish.publish``).
+      context: what the rows of this namespace are computed behind; leave it to ``publish``.
 
     Raises:
       ValueError: for a policy that storage cannot serve, an empty prompt, one beyond the model's or the cache's
@@ -96,12 +101,18 @@ def prefill(
     policy = get_policy(policy)
     cache.require_alive()
     check_storage(cache.config, policy)
-    tokens = _validated(tokens, model, cache, new_tokens)
+    tokens = check_prompt(tokens, model, cache, new_tokens)
     blocks = () if model is None else blocks_for(model, mode)
-    key = request_key(cache, model, namespace, adapter, policy.bitwise, mode)
+    key = request_key(cache, model, namespace, adapter, policy.bitwise, mode, context)
     cache, owner = open_namespace(cache, key)
     content = read_content(tokens, cache.config.chunking, key)
-    plan, placement, pages, evicted = _plan_within_pool(model, cache, content, owner, policy, new_tokens, blocks)
+    readable = published(cache, model, shared, adapter, policy, mode, tokens)
+    isolated: tuple[Span, ...] = ()
+    if policy.provenance == "isolated" and policy.shifted == "serve":
+        isolated = isolated_spans(cache, model, content, policy, namespace, adapter, mode)
+    plan, placement, pages, evicted = _plan_within_pool(
+        model, cache, content, owner, policy, new_tokens, blocks, readable, isolated
+    )
     keep = pages_in_use(cache.tree, plan)
     placement = assign(placement, pages)
     held = np.concatenate([np.flatnonzero(keep), pages]).astype(np.int32)
@@ -168,6 +179,8 @@ def _plan_within_pool(
     policy: Policy,
     new_tokens: int,
     blocks: tuple[Block, ...],
+    shared: tuple[Readable, ...],
+    isolated: tuple[Span, ...],
 ) -> tuple[ReusePlan, Placement, np.ndarray, np.ndarray]:
     """Plan, placement, and the pages to take and to evict.
 
@@ -181,8 +194,9 @@ def _plan_within_pool(
     config = cache.config
     for attempt in (policy, refuse, dataclasses.replace(refuse, exact=False)):
         plan = plan_prompt(
-            cache.tree, cache.registry, content, owner, attempt, config.chunking.anchor_window, config.planned_entries
-        )
+            cache.tree, cache.registry, content, owner, attempt, config.chunking.anchor_window, config.planned_entries,
+            shared, isolated if attempt is policy else (),
+        )  # fmt: skip
         plan = with_repairs(model, cache, plan, attempt, blocks)
         placement = place(cache.tree, plan, rotate=policy.rotate, extra_tokens=new_tokens)
         placement = privatise(placement, plan)
@@ -194,7 +208,8 @@ def _plan_within_pool(
     raise failure
 
 
-def _validated(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: int) -> np.ndarray:
+def check_prompt(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: int) -> Int32[np.ndarray, " T"]:
+    """The prompt as int32; raises ``ValueError`` for one that ``prefill`` cannot serve."""
     tokens = np.asarray(tokens)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(f"tokens has shape {tokens.shape}; a prompt needs at least one token, as a 1-d array of ids")

@@ -11,7 +11,7 @@ whatever is to be forgotten in their namespace.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -29,6 +29,7 @@ class Computation:
 
     Fields:
       namespace: whose rows it wrote.
+      fragment: where its sequence is a piece of a longer text, the position at which that piece begins; else -1.
       length: tokens of the sequence, prompt and response.
       computed: the tokens that are in no source, in order.
       sources: one line a run of reused rows, in order: tokens ``[begin, end)`` of the sequence were served by rows that
@@ -39,6 +40,7 @@ class Computation:
     length: int
     computed: Int32[np.ndarray, " M"]
     sources: Int32[np.ndarray, "S 5"]
+    fragment: int = -1
 
     def computed_before(self, position: int) -> int:
         """How many of the tokens before ``position`` this request computed."""
@@ -64,7 +66,8 @@ class Computation:
         """Its first ``length`` tokens."""
         sources = self.sources[self.sources[:, BEGIN] < length]
         sources[:, END] = np.minimum(sources[:, END], length)
-        return Computation(self.namespace, length, self.computed[: self.computed_before(length)], sources)
+        computed = self.computed[: self.computed_before(length)]
+        return dataclasses.replace(self, length=length, computed=computed, sources=sources)
 
 
 @dataclasses.dataclass
@@ -104,6 +107,10 @@ class Provenance:
         """Notes that a request computed a response behind its prompt."""
         if request in self.computations:
             self.computations[request] = self.computations[request].extended(generated)
+
+    def mark_fragment(self, request: int, begin: int) -> None:
+        """Notes that from ``begin`` on the sequence of a request is a piece of some longer text."""
+        self.computations[request] = dataclasses.replace(self.computations[request], fragment=begin)
 
     def collect(self, tree: PageTree) -> None:
         """Drops the computations that no row depends on."""
@@ -151,23 +158,34 @@ class Provenance:
         return first
 
     def occurrences(self, tokens: Int32[np.ndarray, " X"], namespaces: Collection[int]) -> dict[int, int]:
-        """Where the run ``tokens`` first stands in the sequence of each request of ``namespaces`` that holds it."""
-        return {
-            request: place
-            for request, computation in self.computations.items()
-            if computation.namespace in namespaces
-            for place in _first(self.tokens(request), tokens)
-        }
+        """Where the run ``tokens`` first stands in the sequence of each request of ``namespaces`` that holds it.
+
+        A fragment holds it if it may: if what it shows begins with the end of the run, or ends with its beginning.
+        """
+        found = {}
+        unseen = np.full(len(tokens) - 1, _ANY, np.int32)
+        for request, computation in self.computations.items():
+            if computation.namespace not in namespaces:
+                continue
+            sequence, shown = self.tokens(request), max(0, computation.fragment)
+            if computation.fragment >= 0:
+                sequence = np.concatenate([unseen, sequence[shown:], unseen])
+            place = _first(sequence, tokens)
+            if place is not None:
+                found[request] = place if computation.fragment < 0 else shown + max(0, place - len(unseen))
+        return found
 
 
-def _first(sequence: np.ndarray, run: np.ndarray) -> Iterator[int]:
+_ANY = -2  # stands for every token
+
+
+def _first(sequence: Int32[np.ndarray, " T"], run: Int32[np.ndarray, " X"]) -> int | None:
     """The first place at which ``run`` stands in ``sequence``, if it does."""
     places = np.arange(max(0, len(sequence) - len(run) + 1))
     for index, token in enumerate(run.tolist()):  # few candidates survive the first token
-        places = places[sequence[places + index] == token]
-        if not len(places):
-            return
-    yield int(places[0])
+        seen = sequence[places + index]
+        places = places[(seen == token) | (seen == _ANY)]
+    return int(places[0]) if len(places) else None
 
 
 def _runs(

@@ -1,6 +1,7 @@
 """The key of a request: one field apart is another owner, and modes that write other bits do not share rows."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +11,8 @@ from irminsul.cache_key import namespace_prefix, request_key
 from pallas_kernels.rotary import rotary_table
 from tests.irminsul.serving import assert_same_bits, random_tokens, serve
 
-FIELDS = {"namespace": "ada", "adapter": "", "bitwise": True, "mode": "deterministic", "context": "private"}
-OTHERS = {
+FIELDS: dict[str, Any] = {"namespace": "ada", "adapter": "", "bitwise": True, "mode": "deterministic", "context": "private"}
+OTHERS: dict[str, dict[str, Any]] = {
     "namespace": {"namespace": "bob"},
     "a namespace that goes on": {"namespace": "adapter"},
     "adapter": {"adapter": "lora"},

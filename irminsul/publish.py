@@ -1,0 +1,87 @@
+"""Rows computed ahead of requests: behind a context that an operator trusts, or behind the sink alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Integer
+
+from irminsul.blocks import Mode
+from irminsul.cache import ContentCache
+from irminsul.cache_key import Context
+from irminsul.commit import PoolTooSmallError
+from irminsul.plan import read_content
+from irminsul.policies import Policy, get_policy
+from irminsul.prefill import check_prompt, complete, prefill
+from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path
+
+_ALONE = get_policy("irminsul", shifted="ignore")  # nothing from anywhere else gets into these rows
+
+
+def publish(
+    model: Any,
+    cache: ContentCache,
+    context: Integer[np.ndarray, " C"],
+    texts: Sequence[Integer[np.ndarray, " _"]],
+    *,
+    namespace: str,
+    adapter: str = "",
+    mode: Mode = "fast",
+) -> ContentCache:
+    """Computes each of ``texts`` behind ``context`` alone and keeps the rows for whoever reads ``namespace``, the
+    ``shared`` of ``prefill``. Nothing but this function writes there: a tenant's namespace of that name is another one.
+
+    Takes the cache over. An empty list of texts publishes the context itself, as a prefix.
+
+    Raises:
+      As ``prefill``, for the first text that cannot be published; those before it are.
+    """
+    for text in texts or [np.zeros(0, np.int32)]:
+        tokens = np.concatenate([context, text]).astype(np.int32)
+        cache, _ = _compute(model, cache, tokens, namespace, adapter, mode, "published")
+    return cache
+
+
+def isolate(
+    model: Any,
+    cache: ContentCache,
+    tokens: Integer[np.ndarray, " T"],
+    policy: Policy,
+    *,
+    namespace: str = "default",
+    adapter: str = "",
+    mode: Mode = "fast",
+) -> ContentCache:
+    """Computes the chunks of a prompt behind the sink alone, those that are not there yet: what ``prefill`` serves from
+    under ``provenance="isolated"``. Takes the cache over. Chunks that the pool has no room for are left out.
+
+    Raises:
+      ConsumedError, ValueError: as ``prefill``, before anything changes.
+    """
+    cache.require_alive()
+    tokens = check_prompt(tokens, model, cache, 0)
+    key, sink = isolated_key(cache, model, namespace, adapter, mode), canonical_sink(model, policy)
+    content = read_content(tokens, cache.config.chunking, key)
+    for begin, end in isolated_chunks(content, policy):
+        sequence = np.concatenate([sink, content.tokens[begin:end]])
+        if not isolated_path(cache, key, sequence, policy):
+            try:
+                cache, request = _compute(model, cache, sequence, namespace, adapter, mode, "isolated")
+            except PoolTooSmallError:
+                break
+            cache.provenance.mark_fragment(request, len(sink))
+    return cache
+
+
+def _compute(
+    model: Any,
+    cache: ContentCache,
+    tokens: Integer[np.ndarray, " T"],
+    namespace: str,
+    adapter: str,
+    mode: Mode,
+    context: Context,
+) -> tuple[ContentCache, int]:
+    """Keeps the rows of ``tokens``; returns the cache and the request that computed them."""
+    result = prefill(model, cache, tokens, _ALONE, namespace=namespace, adapter=adapter, mode=mode, context=context)
+    return complete(result.cache, result.request), result.request.clock
