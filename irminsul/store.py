@@ -21,30 +21,28 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from irminsul import fingerprint, page_tree
+from irminsul import page_tree
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_format import CacheFormat
 from irminsul.commit import pages_in_use
 from irminsul.forget import Forgotten
-from irminsul.page_tree import FREE, ORPHAN, UNKNOWN, PageTree
+from irminsul.page_tree import FREE, UNKNOWN
 from irminsul.placement import place
-from irminsul.plan import EXACT, SHIFTED, ReusePlan, extend_content, plan_prompt, read_content
+from irminsul.plan import extend_content, plan_prompt, read_content
 from irminsul.policies import Policy
 from irminsul.prefill import Request
 from irminsul.store_backend import Backend, HostTier, StoreWriteError
-from irminsul.store_catalog import (
-    Catalog,
-    Entry,
-    PoolNames,
-    add_hints,
-    hints_of_rows,
-    parent_name,
-    read_tree_rows,
-    write_tree_rows,
-)
+from irminsul.store_catalog import Catalog, Entry
 from irminsul.store_metrics import StoreMetrics
-from irminsul.store_owner import Owner, open_owner, owner_of, read_owner, tenant_prefix
-from irminsul.store_provenance import carry, number_in
+from irminsul.store_owner import (
+    Owner,
+    computation_objects,
+    keep_only_known,
+    open_owner,
+    owner_of,
+    tenant_owners,
+)
+from irminsul.store_pool import PoolPages, better_pages, free_pages
 from irminsul.store_record import PageRecord, StoredObjectError, decode_rows
 from irminsul.store_transfer import fits_pool, start_gather, write_pages
 from irminsul.store_writer import DeleteJob, Place, WriteBehind, WriteJob
@@ -92,7 +90,7 @@ class Store:
         self._writer = WriteBehind(self._backend, self._host, self.metrics, queued_batches)
         self._batch_pages = batch_pages
         self._owners: dict[str, Owner] = {}  # by digest
-        self._names = PoolNames()
+        self._pages = PoolPages(self._catalog, lambda key: owner_of(key, self.format).digest)
         self._shorter: set[int] = set()  # computations cut short by forgetting, until they are written
 
     def __enter__(self) -> "Store":
@@ -140,7 +138,7 @@ class Store:
         if tokens.ndim != 1 or not 0 < tokens.size <= cache.config.max_prompt_tokens or tokens.dtype.kind not in "iu":
             return cache
         self._settle_failures()
-        self._names.follow(cache.tree)
+        self._pages.follow(cache)
         if self._owner(key) is None:
             return cache
         self._catalog.tick()
@@ -167,10 +165,10 @@ class Store:
         stored = plan_prompt(catalog.tree, catalog.cache.registry, content, owner, policy, window, limit)
         entries = [catalog.at(slot) for slot in better_pages(stored, pooled)]
         catalog.touch([entry.slot for entry in entries])
-        self._adopt(tree, entries)
+        self._pages.adopt(tree, entries)
         keep = pages_in_use(tree, pooled) | (cache.in_flight > 0)
-        keep[[page for entry in entries if (page := self._names.page(entry.name, tree)) is not None]] = True
-        missing = [entry for entry in entries if self._names.page(entry.name, tree) is None]
+        keep[[page for entry in entries if (page := self._pages.page(entry.name, tree)) is not None]] = True
+        missing = [entry for entry in entries if self._pages.page(entry.name, tree) is None]
         fresh = len(place(catalog.tree, stored, rotate=policy.rotate, extra_tokens=new_tokens).fresh)
         if policy.repair != "none":  # into private copies of pages
             fresh += len({piece.page for span in stored.spans if not span.exact for piece in span.pieces})
@@ -186,7 +184,7 @@ class Store:
         cache = next_step(cache, donate=True)
         for page in pages[cache.tree.namespace[pages] != FREE].tolist():
             page_tree.release(cache.tree, page)
-        cache = self._carry_to_pool(cache, entries)
+        cache = self._pages.carry_to_pool(cache, entries)
         size = self._batch_pages
         batches = [entries[at : min(at + size, len(pages))] for at in range(0, len(pages), size)]
         reading = self._start_reading(batches[0]) if batches else {}
@@ -202,24 +200,8 @@ class Store:
                 targets, contents = [page for page, *_ in found], [values for *_, values in found]
                 cache = dataclasses.replace(cache, pool=write_pages(cache.pool, targets, contents, size))
             for page, entry, _ in found:
-                self._join_tree(cache, entry, page, owner)
+                self._pages.join(cache, entry, page, owner)
         return cache
-
-    def _carry_to_pool(self, cache: ContentCache, entries: list[Entry]) -> ContentCache:
-        """Tells the cache what the rows of stored pages were computed from."""
-        catalog, names = self._catalog.cache, self._names
-        numbers = np.unique(catalog.tree.writer[[entry.slot for entry in entries]]).tolist()
-        cache, copied = carry(catalog, cache, numbers, names.clocks)
-        names.numbers |= {clock: number for number, clock in copied.items()}
-        return cache
-
-    def _carry_to_catalog(self, cache: ContentCache, pages: Iterable[int]) -> list[int]:
-        """Tells the catalog what the rows of pages of the pool were computed from; returns what it did not know."""
-        catalog, names = self._catalog, self._names
-        clocks = np.unique(cache.tree.writer[list(pages)]).tolist()
-        catalog.cache, copied = carry(cache, catalog.cache, clocks, names.numbers)
-        names.clocks |= {number: clock for clock, number in copied.items()}
-        return list(copied.values())
 
     def _start_reading(self, entries: list[Entry]) -> dict[str, Any]:
         """For each page its rows, where host memory has them, or else a future of its object."""
@@ -252,113 +234,46 @@ class Store:
         self._host.put(entry.name, rows)
         return rows
 
-    def _join_tree(self, cache: ContentCache, entry: Entry, page: int, owner: int) -> None:
-        """Gives a free page of the pool to a stored one: behind its parent where that is in the pool, else without."""
-        tree = cache.tree
-        known, computations = self._catalog.computations.number_of, cache.provenance.computations
-        writers = [
-            number_in(computations, self._names.clocks, known.get(writer, UNKNOWN)) for writer in entry.record.writers
-        ]
-        write_tree_rows(tree, page, entry.record, owner, writers)
-        page_tree.attach(tree, page, self._parent_in_pool(entry, tree), entry.record.parent_end)
-        tree.last_used[page] = cache.clock
-        add_hints(cache, page, entry.record, cache.clock)
-        self._names.remember(page, entry.name, tree)
-
-    def _adopt(self, tree: PageTree, entries: Iterable[Entry]) -> None:
-        """Links pages of the pool that lost their left context to it again, where it has come back."""
-        for entry in entries:
-            page = self._names.page(entry.name, tree)
-            if page is not None and tree.parent[page] == ORPHAN:
-                parent = self._parent_in_pool(entry, tree)
-                if parent != ORPHAN:
-                    page_tree.attach(tree, page, parent, entry.record.parent_end)
-
-    def _parent_in_pool(self, entry: Entry, tree: PageTree) -> int:
-        parent = int(self._catalog.tree.parent[entry.slot])
-        if parent < 0:
-            return parent
-        page = self._names.page(self._catalog.at(parent).name, tree)
-        return ORPHAN if page is None else page
-
     # Writing behind a request
 
     def keep(self, cache: ContentCache, request: Request, generated: np.ndarray | None = None) -> None:
         """Queues the pages a request wrote, after ``prefill.complete``; the cache stays as it is.
 
-        ``generated`` as given to ``complete``. In a process that does not write, pages only learn their names, by which
-        stored ones find their parents.
+        ``generated`` as given to ``complete``. Nothing happens in a process that does not write.
         """
         cache.require_alive()
         self._settle_failures()
+        self._pages.follow(cache)
+        owner, tree, catalog = self._owner(request.key), cache.tree, self._catalog
+        if owner is None or not self._backend.write_allowed:
+            return
         content = request.plan.content
         if generated is not None and len(generated):
             content = extend_content(content, np.asarray(generated, np.int32), cache.config.chunking, request.key)
-        owner, tree = self._owner(request.key), cache.tree
-        self._names.follow(tree)
-        if owner is None:
-            return
-        self._catalog.tick()
-        pages = [
-            page
-            for page in request.pages.tolist()
-            if tree.namespace[page] != FREE and self._names.name(page, tree) is None  # else given back, or kept before
-        ]
-        if not pages:
-            return
-        computations = {
-            owner.computation_key(self._catalog.computations.name(number)): number
-            for number in self._carry_to_catalog(cache, pages)
-        }
-        records = []
-        for page in pages:
-            begin = int(tree.base_position[page])
-            rows, writers = self._row_arrays(cache, page)
-            record = PageRecord(
-                owner=owner.digest,
-                parent=parent_name(int(tree.parent[page]), self._names.name(int(tree.parent[page]), tree)),
-                parent_end=int(tree.parent_end[page]),
-                base_position=begin,
-                row_arrays=rows,
-                hints=hints_of_rows(content, begin, rows["pure"]),
-                writers=writers,
-            )
-            self._names.remember(page, record.name, tree)
-            records.append(record)
-        if self._backend.write_allowed:
-            catalog = self._catalog
-            objects = {
-                key: catalog.computations.encode(catalog.cache, number, owner.digest)
-                for key, number in computations.items()
-            }
-            self._write(cache, owner, pages, records, objects)
-
-    def _row_arrays(self, cache: ContentCache, page: int) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-        """What the tree says of the rows of a page, their computations by index into the names returned with it."""
-        rows = read_tree_rows(cache.tree, page)
-        clocks, index = np.unique(rows["writer"], return_inverse=True)
-        known, stored = self._catalog.cache.provenance.computations, self._catalog.computations
-        numbers = [number_in(known, self._names.numbers, clock) for clock in clocks.tolist()]
-        names = tuple("" if number == UNKNOWN else stored.name(number) for number in numbers)
-        return {**rows, "writer": index.astype(np.int32)}, names
+        catalog.tick()
+        held = request.pages[tree.namespace[request.pages] != FREE].tolist()
+        names = [self._pages.name(page, cache) for page in held]
+        catalog.touch([catalog.entries[name].slot for name in names if name in catalog.entries])
+        pages = [page for page, name in zip(held, names, strict=True) if name not in catalog.entries]
+        if pages:
+            computations = computation_objects(catalog, owner, self._pages.carry_to_catalog(cache, pages))
+            records = [self._pages.record(cache, page, content) for page in pages]
+            self._write(cache, owner, list(zip(pages, records, strict=True)), computations)
 
     def _write(
         self,
         cache: ContentCache,
         owner: Owner,
-        pages: list[int],
-        records: list[PageRecord],
+        records: list[tuple[int, PageRecord]],
         computations: dict[str, bytes],
     ) -> None:
         """Files pages in the catalog and queues them batch by batch, making room first."""
         catalog = self._catalog
         jobs: list[tuple[int, str, PageRecord]] = []
         superseded: list[Entry] = []
-        for page, record in zip(pages, records, strict=True):
-            name = record.name
-            if name in catalog.entries:
-                catalog.touch([catalog.entries[name].slot])
-                continue
+        for page, record in records:
+            if (name := record.name) in catalog.entries:
+                continue  # one request may write equal pages
             if catalog.is_full() and not self._displace():
                 break  # this request alone fills the catalog
             entry = catalog.add(name, record, catalog.owner(owner.key))
@@ -370,7 +285,7 @@ class Store:
             gathered = start_gather(cache.pool, targets, self._batch_pages)
             self._writer.put(WriteJob(computations if at == 0 else {}, list(names), list(batch), places, gathered))
         self._delete([entry for entry in superseded if entry.name in catalog.entries])
-        unneeded = [owner_of(key, self.format).computation_key(name) for key, name in catalog.collect(now=False)]
+        unneeded = [self._owners[digest].computation_key(name) for digest, name in catalog.collect(now=False)]
         if unneeded:
             self._writer.put(DeleteJob([], [], dict.fromkeys(unneeded)))
 
@@ -415,53 +330,24 @@ class Store:
         """
         self._require_writer()
         self.flush()
-        owners = self._open_tenant(namespace)
-        if isinstance(what, int):
-            what = self._names.numbers.get(what, UNKNOWN)
-            if what not in self._catalog.cache.provenance.computations:
-                return Forgotten(0, 0, 0, 0)
-        report, gone, shorter = self._catalog.forget(what, namespace)
-        self._shorter |= set(shorter)
-        for entry in gone:
-            self._host.drop(entry.name)
         try:
-            self._keep_only_known(namespace, owners)
+            owners = tenant_owners(self._backend, namespace)
+            for owner in owners:
+                if owner.format == self.format:
+                    self._owner(owner.key)
+            number = self._pages.numbers.get(what, UNKNOWN) if isinstance(what, int) else what
+            if isinstance(number, int) and number not in self._catalog.cache.provenance.computations:
+                return Forgotten(0, 0, 0, 0)  # nothing of that request is stored
+            report, gone, shorter = self._catalog.forget(number, namespace)
+            self._shorter |= set(shorter)
+            for entry in gone:
+                self._host.drop(entry.name)
+            keep_only_known(self._backend, self._catalog, namespace, owners, self._shorter)
         except StoredObjectError as error:
-            raise StoreWriteError(f"what was forgotten could not be deleted: {error}") from error
+            raise StoreWriteError(f"what is to be forgotten could not be listed: {error}") from error
+        self._shorter.clear()
         self.metrics.deleted += len(gone)
         return report
-
-    def _open_tenant(self, namespace: str) -> list[Owner]:
-        """Opens every owner of a tenant whose pages this store can read."""
-        keys = self._backend.list(tenant_prefix(fingerprint.key_bytes(namespace)))
-        owners = []
-        for prefix in sorted({"/".join(key.split("/")[:2]) + "/" for key in keys}):
-            found = read_owner(self._backend, prefix)
-            if found is not None and found[1] == self.format and (owner := self._owner(found[0])) is not None:
-                owners.append(owner)
-        return owners
-
-    def _keep_only_known(self, namespace: str, owners: list[Owner]) -> None:
-        """Rewrites computations that are shorter now and deletes what the catalog does not vouch for, records first."""
-        catalog, by_digest = self._catalog, {owner.digest: owner for owner in owners}
-        known = {f"{owner.prefix}owner" for owner in owners}
-        for entry in catalog.entries.values():
-            if entry.record.owner in by_digest:
-                place = by_digest[entry.record.owner].place(entry.name)
-                known |= {place.record_key, place.rows_key}
-        by_key = {owner.key: owner for owner in owners}
-        objects = {}
-        for number, computation in catalog.cache.provenance.computations.items():
-            owner = by_key.get(catalog.cache.namespaces[computation.namespace])
-            if owner is not None:
-                key = owner.computation_key(catalog.computations.name(number))
-                known.add(key)
-                if number in self._shorter:
-                    objects[key] = catalog.computations.encode(catalog.cache, number, owner.digest)
-        unknown = set(self._backend.list(tenant_prefix(fingerprint.key_bytes(namespace)))) - known
-        self._backend.delete(key for key in unknown if "/index/" in key)
-        self._backend.write({**objects, **dict.fromkeys(unknown)})
-        self._shorter.clear()
 
     def _require_writer(self) -> None:
         if not self._backend.write_allowed:
@@ -503,7 +389,7 @@ class Store:
         owner = owner_of(key, self.format)
         if owner.digest not in self._owners:
             try:
-                open_owner(self._backend, self._catalog, self.metrics, owner, self.format)
+                open_owner(self._backend, self._catalog, self.metrics, owner)
             except (StoredObjectError, StoreWriteError):
                 self.metrics.skipped["unreadable"] += 1
                 return None
@@ -516,24 +402,3 @@ class Store:
     def _miss(self, reason: str, count: int = 1) -> None:
         if count:
             self.metrics.misses[reason] += count
-
-
-def better_pages(stored: ReusePlan, pooled: ReusePlan) -> list[int]:
-    """Pages of the catalog that a plan over it reads where the plan over the pool has nothing as good, in prompt
-    order."""
-    reused = np.isin(pooled.bin_of_token, (EXACT, SHIFTED))
-    exact_end = sum(span.end for span in pooled.spans if span.exact)
-    slots: dict[int, None] = {}
-    for span in stored.spans:
-        if span.exact and span.end <= exact_end:
-            continue
-        for piece in span.pieces:
-            if span.exact or not reused[piece.position : piece.position + piece.row_end - piece.row_begin].all():
-                slots[piece.page] = None
-    return list(slots)
-
-
-def free_pages(tree: PageTree, count: int, keep: np.ndarray) -> np.ndarray:
-    """Up to ``count`` pages of the pool to load into: free ones first, then those unused for longest."""
-    free = np.flatnonzero(tree.namespace == FREE)[:count]
-    return np.concatenate([free, page_tree.pages_to_evict(tree, count - len(free), keep)])

@@ -5,7 +5,6 @@ of the prompt over this tree, with the same exact prefixes, shifted spans and to
 """
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,20 +102,17 @@ class Catalog:
         self._free.append(entry.slot)
         return entry
 
-    def collect(self, *, now: bool = True) -> list[tuple[bytes, str]]:
-        """Drops the computations no page depends on (unless ``now``, only once they are many); returns the key and the
-        name that each is stored under."""
+    def collect(self, *, now: bool = True) -> list[tuple[str, str]]:
+        """Drops the computations no page depends on (unless ``now``, only once they are many); returns where they are
+        stored: the digest of an owner, and a name."""
         provenance = self.cache.provenance
         if not now and len(provenance.computations) < provenance.collect_at:
             return []
-        before = dict(provenance.computations)
+        before = list(provenance.computations)
         provenance.collect(self.tree)
         provenance.collect_at = 2 * len(provenance.computations) + SPARE_COMPUTATIONS
-        return [
-            (self.cache.namespaces[computation.namespace], name)
-            for number, computation in before.items()
-            if number not in provenance.computations and (name := self.computations.drop(number)) is not None
-        ]
+        gone = [number for number in before if number not in provenance.computations]
+        return [place for number in gone for place in self.computations.drop(number)]
 
     def forget(self, what: np.ndarray | int, namespace: str) -> tuple[Forgotten, list[Entry], list[int]]:
         """Removes the transitive closure of a text or of a computation (by number), as ``forget.forget`` does.
@@ -163,43 +159,6 @@ class Catalog:
         return self.entries[record.parent].slot if record.parent in self.entries else ORPHAN
 
 
-class PoolNames:
-    """What the pool and the catalog call the same thing, for one page tree.
-
-    A page that changed hands or lost rows has no name. ``numbers`` and ``clocks`` translate computations (``carry``),
-    from pool to catalog and from catalog to pool.
-    """
-
-    def __init__(self) -> None:
-        self._page_of_name: dict[str, int] = {}
-        self._name_of_page: dict[int, tuple[int, int, str]] = {}  # serial, rows and name
-        self.numbers: dict[int, int] = {}
-        self.clocks: dict[int, int] = {}
-        self._tokens: Any = lambda: None
-
-    def follow(self, tree: PageTree) -> None:
-        """Forgets all names if ``tree`` is another one than before."""
-        if self._tokens() is not tree.tokens:
-            self._page_of_name, self._name_of_page, self.numbers, self.clocks = {}, {}, {}, {}
-            self._tokens = weakref.ref(tree.tokens)
-
-    def remember(self, page: int, name: str, tree: PageTree) -> None:
-        """Notes that ``page`` holds the page ``name``."""
-        self._page_of_name[name] = page
-        self._name_of_page[page] = int(tree.serial[page]), int(tree.fill[page]), name
-
-    def name(self, page: int, tree: PageTree) -> str | None:
-        """The name of a page of the pool, if it has one since it last changed."""
-        serial, rows, name = self._name_of_page.get(page, (-1, 0, ""))
-        same = page >= 0 and serial == tree.serial[page] and rows == tree.fill[page]
-        return name if same and tree.namespace[page] != FREE else None
-
-    def page(self, name: str, tree: PageTree) -> int | None:
-        """The page of the pool that holds a stored page."""
-        page = self._page_of_name.get(name, -1)
-        return page if self.name(page, tree) == name else None
-
-
 def row_array_names(tree: PageTree) -> list[str]:
     """Fields of a page tree that hold one value a row, whichever they are."""
     names = [field.name for field in dataclasses.fields(tree)]
@@ -235,13 +194,6 @@ def add_hints(cache: ContentCache, page: int, record: PageRecord, clock: int) ->
         registry.insert(
             getattr(cache.registry, table), cache.tree, hints.keys, pages, hints.row_ends.astype(np.int32), clock
         )
-
-
-def parent_name(parent: int, name_of_page: str | None) -> str:
-    """How a record names a parent link of a tree; ``name_of_page`` is the stored name of ``parent``, if it has one."""
-    if parent == ROOT:
-        return ROOT_NAME
-    return name_of_page if parent >= 0 and name_of_page is not None else ORPHAN_NAME
 
 
 def hints_of_rows(content: PromptContent, begin: int, pure: np.ndarray) -> dict[str, Hints]:

@@ -1,10 +1,11 @@
 """Whose pages lie where: opening the part of a store that belongs to one tenant, model, adapter and cache format."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from irminsul import fingerprint
 from irminsul.cache_format import CacheFormat, digest
+from irminsul.provenance import NAMESPACE
 from irminsul.store_backend import Backend
 from irminsul.store_catalog import Catalog
 from irminsul.store_metrics import StoreMetrics
@@ -12,14 +13,16 @@ from irminsul.store_record import StoredObjectError, decode_record, pack, read_k
 from irminsul.store_writer import Place
 
 KEY_FIELDS = ("namespace", "model", "adapter", "format", "mode", "context", "bitwise")  # of ``cache_key``
+READERS = "readers"  # under a tenant: notes of who has read its rows
 READ_AHEAD = 256  # records asked for together
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Whose pages: key bytes, the prefix they lie under, and the digest their records carry."""
+    """Whose pages: key bytes and format, the prefix they lie under, and the digest their records carry."""
 
     key: bytes
+    format: CacheFormat
     prefix: str
     digest: str
 
@@ -31,6 +34,10 @@ class Owner:
         """Where a computation lies."""
         return f"{self.prefix}computations/{name}"
 
+    def encode(self) -> bytes:
+        """The object that says who this is."""
+        return pack({}, {"key": self.key.hex(), "format": self.format.to_json()})
+
 
 def tenant_prefix(key: bytes) -> str:
     """Under which everything of the tenant of a key lies."""
@@ -40,12 +47,10 @@ def tenant_prefix(key: bytes) -> str:
 def owner_of(key: bytes, cache_format: CacheFormat) -> Owner:
     """Where the pages of a key and format lie."""
     name = digest(fingerprint.key_bytes(key, cache_format.key))
-    return Owner(key, f"{tenant_prefix(key)}{name}/", name)
+    return Owner(key, cache_format, f"{tenant_prefix(key)}{name}/", name)
 
 
-def open_owner(
-    backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner: Owner, cache_format: CacheFormat
-) -> None:
+def open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner: Owner) -> None:
     """Files the records of an owner in the catalog; counts those of the tenant's other owners by what sets them apart.
 
     Nothing under another tenant's prefix is listed or read. The process that writes also sweeps out what no record
@@ -60,9 +65,9 @@ def open_owner(
     for kind, *name in own:
         if kind in names and len(name) == 1:
             names[kind] += name
-    _skip_others(backend, metrics, owner, cache_format, [key for key in keys if not key.startswith(owner.prefix)])
+    _skip_others(backend, metrics, owner, [key for key in keys if not key.startswith(owner.prefix)])
     if backend.write_allowed:
-        backend.write({f"{owner.prefix}owner": pack({}, {"key": owner.key.hex(), "format": cache_format.to_json()})})
+        backend.write({f"{owner.prefix}owner": owner.encode()})
 
     def skip(reason: str) -> None:
         metrics.skipped[reason] += 1
@@ -70,7 +75,7 @@ def open_owner(
     number = catalog.owner(owner.key)
     for some in _batches(names["computations"]):
         objects = dict(_read(backend, {name: owner.computation_key(name) for name in some}, skip))
-        catalog.cache = catalog.computations.file(catalog.cache, objects, owner.digest, owner.key, skip)
+        catalog.cache = catalog.computations.file(catalog.cache, objects, owner.digest, skip)
     for some in _batches(names["index"]):
         for page, data in _read(backend, {name: owner.place(name).record_key for name in some}, skip):
             _file(catalog, owner, number, page, data, skip)
@@ -116,39 +121,90 @@ def _file(catalog: Catalog, owner: Owner, number: int, name: str, data: bytes, s
         catalog.add(name, record, number)
 
 
-def _skip_others(
-    backend: Backend, metrics: StoreMetrics, owner: Owner, cache_format: CacheFormat, keys: list[str]
-) -> None:
+def _skip_others(backend: Backend, metrics: StoreMetrics, owner: Owner, keys: list[str]) -> None:
     counts: dict[str, int] = {}
     for key in keys:
         if len(parts := key.split("/")) == 4 and parts[2] == "index":
             prefix = f"{parts[0]}/{parts[1]}/"
             counts[prefix] = counts.get(prefix, 0) + 1
     for prefix, count in counts.items():
-        metrics.skipped[_difference(backend, owner, cache_format, prefix)] += count
+        metrics.skipped[_difference(owner, _read_owner(backend, f"{prefix}owner"))] += count
 
 
-def read_owner(backend: Backend, prefix: str) -> tuple[bytes, CacheFormat] | None:
-    """The key and format of what lies under a prefix; None where it does not say."""
+def _read_owner(backend: Backend, key: str) -> Owner | None:
+    """The owner an object speaks of; None where it does not say."""
     try:
-        data = backend.finish_read(backend.start_read(f"{prefix}owner"))
+        data = backend.finish_read(backend.start_read(key))
         if data is None:
             return None
         header = unpack(data)[1]
-        return bytes.fromhex(str(header["key"])), CacheFormat.from_json(str(header["format"]))
+        return owner_of(bytes.fromhex(str(header["key"])), CacheFormat.from_json(str(header["format"])))
     except (StoredObjectError, ValueError, KeyError):
         return None
 
 
-def _difference(backend: Backend, owner: Owner, cache_format: CacheFormat, prefix: str) -> str:
-    """Names what sets the owner under ``prefix`` apart from ``owner``."""
-    found = read_owner(backend, prefix)
-    if found is None:
+def _difference(owner: Owner, other: Owner | None) -> str:
+    """Names what sets another owner apart from ``owner``."""
+    if other is None:
         return "foreign"
-    theirs, ours = read_key(found[0]), read_key(owner.key)
+    theirs, ours = read_key(other.key), read_key(owner.key)
     if len(theirs) != len(ours):
         return "version"
     fields = zip(KEY_FIELDS, theirs, ours, strict=False)
     names = [name for name, their, our in fields if their != our and name != "format"]
-    names += [name for name in cache_format.differences(found[1]) if name not in names]
+    names += [name for name in owner.format.differences(other.format) if name not in names]
     return "+".join(names) or "format"
+
+
+# What other tenants have read, and forgetting
+
+
+def computation_objects(catalog: Catalog, owner: Owner, requests: Iterable[int]) -> dict[str, bytes]:
+    """The objects, by key, of computations and all they lead back to that are not stored with an owner yet.
+
+    Where one has read rows of another tenant (published ones), that tenant is left a note of who did.
+    """
+    objects = {}
+    for number in catalog.computations.add(catalog.cache, requests, owner.digest):
+        computation = catalog.cache.provenance.computations[number]
+        key = owner.computation_key(catalog.computations.name(number))
+        objects[key] = catalog.computations.encode(catalog.cache, number, owner.digest)
+        for namespace in {computation.namespace, *computation.sources[:, NAMESPACE].tolist()}:
+            tenant = tenant_prefix(catalog.cache.namespaces[namespace])
+            if tenant != tenant_prefix(owner.key):
+                objects[f"{tenant}{READERS}/{owner.digest}"] = owner.encode()
+    return objects
+
+
+def tenant_owners(backend: Backend, namespace: str) -> list[Owner]:
+    """Every owner of a tenant, whatever the model, adapter and format, and those of others who have read its rows."""
+    keys = backend.list(tenant_prefix(fingerprint.key_bytes(namespace)))
+    places = [key for key in keys if key.endswith("/owner") or key.split("/")[1] == READERS]
+    return [owner for place in places if (owner := _read_owner(backend, place)) is not None]
+
+
+def keep_only_known(backend: Backend, catalog: Catalog, namespace: str, owners: list[Owner], shorter: set[int]) -> None:
+    """Deletes whatever of a tenant and of ``owners`` the catalog does not vouch for, records first, and rewrites the
+    computations that are ``shorter`` now.
+
+    Raises:
+      StoredObjectError, StoreWriteError: if some of it is still there.
+    """
+    tenant = tenant_prefix(fingerprint.key_bytes(namespace))
+    by_digest = {owner.digest: owner for owner in owners}
+    known, objects = {f"{owner.prefix}owner" for owner in owners}, {}
+    for entry in catalog.entries.values():
+        if entry.record.owner in by_digest:
+            place = by_digest[entry.record.owner].place(entry.name)
+            known |= {place.record_key, place.rows_key}
+    for owner in owners:
+        for number in catalog.computations.owners.get(owner.digest, ()):
+            key = owner.computation_key(catalog.computations.name(number))
+            known.add(key)
+            if number in shorter:
+                objects[key] = catalog.computations.encode(catalog.cache, number, owner.digest)
+    scopes = {tenant, *(owner.prefix for owner in owners)}
+    found = {key for scope in scopes for key in backend.list(scope)}
+    unknown = {key for key in found - known if not key.startswith(f"{tenant}{READERS}/")}
+    backend.delete(key for key in unknown if "/index/" in key)
+    backend.write({**objects, **dict.fromkeys(unknown)})

@@ -28,15 +28,9 @@ def carry(
       The target with its clock advanced by one a computation, and ``known`` of those copied, sources first.
     """
     there, here = target.provenance.computations, source.provenance.computations
-    needed: set[int] = set()
-    waiting = list(requests)
-    while waiting:
-        request = waiting.pop()
-        if request in here and request not in needed and known.get(request) not in there:
-            needed.add(request)
-            waiting += here[request].sources[:, WRITER].tolist()
+    needed = led_back_to(here, requests, lambda request: known.get(request) in there)
     copied = {}
-    for request in [request for request in here if request in needed]:
+    for request in needed:
         computation, sources = here[request], here[request].sources.copy()
         for line in sources:
             line[WRITER] = number_in(there, known, int(line[WRITER]))
@@ -49,6 +43,20 @@ def carry(
     return target, copied
 
 
+def led_back_to(
+    computations: Mapping[int, Computation], requests: Iterable[int], known: Callable[[int], bool]
+) -> list[int]:
+    """``requests`` and all they lead back to, oldest first, up to what is ``known``."""
+    needed: set[int] = set()
+    waiting = list(requests)
+    while waiting:
+        request = waiting.pop()
+        if request in computations and request not in needed and not known(request):
+            needed.add(request)
+            waiting += computations[request].sources[:, WRITER].tolist()
+    return [request for request in computations if request in needed]
+
+
 def number_in(computations: Mapping[int, Computation], known: Mapping[int, int], request: int) -> int:
     """What ``carry`` calls a request in the target, or ``UNKNOWN``."""
     number = known.get(request, UNKNOWN)
@@ -56,29 +64,41 @@ def number_in(computations: Mapping[int, Computation], known: Mapping[int, int],
 
 
 class StoredComputations:
-    """The names under which the computations of a catalog are stored."""
+    """Under which names, and with which owners, the computations of a catalog are stored.
+
+    Every owner has its own copy of what its pages lead back to, so that no other tenant's objects are read for them.
+    """
 
     def __init__(self) -> None:
-        self.name_of: dict[int, str] = {}
         self.number_of: dict[str, int] = {}
+        self.owners: dict[str, set[int]] = {}  # the computations stored with each, by digest
+        self._name_of: dict[int, str] = {}
 
     def name(self, number: int) -> str:
-        """The name of a computation, chosen at random on first use; it may shrink under it when something is
-        forgotten."""
-        if number not in self.name_of:
-            self.remember(number, secrets.token_hex(16))
-        return self.name_of[number]
+        """The name of a computation, chosen at random on first use: its content shrinks when something is forgotten."""
+        if number not in self._name_of:
+            self._remember(number, secrets.token_hex(16))
+        return self._name_of[number]
 
-    def remember(self, number: int, name: str) -> None:
-        """Notes the name a computation is stored under."""
-        self.name_of[number], self.number_of[name] = name, number
+    def _remember(self, number: int, name: str) -> None:
+        self._name_of[number], self.number_of[name] = name, number
 
-    def drop(self, number: int) -> str | None:
-        """Forgets a computation and says under which name it is stored."""
-        name = self.name_of.pop(number, None)
+    def add(self, catalog: ContentCache, requests: Iterable[int], owner: str) -> list[int]:
+        """Counts computations, and all they lead back to, among those stored with an owner; returns the new ones."""
+        held = self.owners.setdefault(owner, set())
+        new = led_back_to(catalog.provenance.computations, requests, held.__contains__)
+        held |= set(new)
+        return new
+
+    def drop(self, number: int) -> list[tuple[str, str]]:
+        """Forgets a computation; returns the owners it is stored with, each with its name there."""
+        owners = [owner for owner, held in self.owners.items() if number in held]
+        for owner in owners:
+            self.owners[owner].discard(number)
+        name = self._name_of.pop(number, None)
         if name is not None:
             del self.number_of[name]
-        return name
+        return [(owner, name) for owner in owners if name is not None]
 
     def encode(self, catalog: ContentCache, number: int, owner: str) -> bytes:
         """The object of a computation."""
@@ -86,6 +106,7 @@ class StoredComputations:
         writers = computation.sources[:, WRITER].tolist()
         header = {
             "owner": owner,
+            "namespace": catalog.namespaces[computation.namespace].hex(),
             "fields": scalars(computation),
             "writers": [self.name(writer) if writer in catalog.provenance.computations else "" for writer in writers],
             "namespaces": [catalog.namespaces[index].hex() for index in computation.sources[:, NAMESPACE].tolist()],
@@ -93,11 +114,10 @@ class StoredComputations:
         return pack({"computed": computation.computed, "sources": computation.sources}, header)
 
     def file(
-        self, catalog: ContentCache, objects: Mapping[str, bytes], owner: str, key: bytes, skip: Callable[[str], None]
+        self, catalog: ContentCache, objects: Mapping[str, bytes], owner: str, skip: Callable[[str], None]
     ) -> ContentCache:
         """Reads the computations of an owner into the catalog, sources first. ``skip`` is told why one is not."""
         read: dict[str, tuple[Computation, list[str]]] = {}
-        catalog, namespace = open_namespace(catalog, key)
         for name, data in objects.items():
             try:
                 arrays, header = unpack(data)
@@ -106,6 +126,7 @@ class StoredComputations:
                 sources = arrays["sources"].reshape(-1, 5).copy()
                 for line, hexadecimal in zip(sources, header["namespaces"], strict=True):  # type: ignore[call-overload]
                     catalog, line[NAMESPACE] = open_namespace(catalog, bytes.fromhex(hexadecimal))
+                catalog, namespace = open_namespace(catalog, bytes.fromhex(str(header["namespace"])))
                 computation = Computation(
                     namespace=namespace,
                     computed=arrays["computed"],
@@ -123,8 +144,9 @@ class StoredComputations:
             if name not in self.number_of:
                 catalog = dataclasses.replace(catalog, clock=catalog.clock + 1)
                 catalog.tree.clock[...] = catalog.clock
-                self.remember(catalog.clock, name)
+                self._remember(catalog.clock, name)
             catalog.provenance.computations[self.number_of[name]] = computation
+            self.owners.setdefault(owner, set()).add(self.number_of[name])
         return catalog
 
 

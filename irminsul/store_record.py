@@ -77,9 +77,16 @@ class PageRecord:
 
     @property
     def name(self) -> str:
-        """The name of the page: of what its rows are, not of when or how they were computed."""
-        rows = [np.ascontiguousarray(self.row_arrays[name]).tobytes() for name in NAMED_ROWS]
-        return digest(fingerprint.key_bytes(self.owner, self.parent, self.parent_end, self.base_position, *rows))
+        """The name of the page."""
+        return page_name(self.owner, self.parent, self.parent_end, self.base_position, self.row_arrays)
+
+
+def page_name(
+    owner: str, parent: str, parent_end: int, base_position: int, row_arrays: Mapping[str, np.ndarray]
+) -> str:
+    """The name of a page: of what its rows are, not of when or how they were computed."""
+    rows = [np.ascontiguousarray(row_arrays[name]).tobytes() for name in NAMED_ROWS]
+    return digest(fingerprint.key_bytes(owner, parent, parent_end, base_position, *rows))
 
 
 def seal(payload: bytes) -> bytes:
