@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from irminsul.dependence import DEPENDENCE_DTYPE, DISTANCES
 
+TPU_LANES = 128
+
 
 @struct.dataclass
 class LatentPool:
@@ -41,12 +43,20 @@ class LatentPool:
         return any(leaf.is_deleted() for leaf in jax.tree.leaves(self))
 
 
-def new_pool(row_format: Any, num_pages: int, page_size: int, dtype: Any, *, dependence: bool = False) -> LatentPool:
-    """An empty pool for rows of ``row_format`` (``num_layers``, ``latent_width``, ``rope_width``)."""
+def new_pool(
+    row_format: Any, num_pages: int, page_size: int, dtype: Any, *, dependence: bool = False, lanes: int | None = None
+) -> LatentPool:
+    """An empty pool for rows of ``row_format`` (``num_layers``, ``latent_width``, ``rope_width``).
+
+    Rotary keys of MLA are widened to whole ``lanes``, by default those of the device: a TPU pads rows to 128 values
+    anyway, and keeps narrower ones with the page axis last, where no page can be copied by itself.
+    """
+    lanes = lanes or (TPU_LANES if jax.default_backend() == "tpu" else 1)
+    width = row_format.rope_width
     shape = (row_format.num_layers, num_pages, page_size)
     return LatentPool(
         latent_pages=jnp.zeros((*shape, row_format.latent_width), dtype),
-        rope_pages=jnp.zeros((*shape, row_format.rope_width), dtype),
+        rope_pages=jnp.zeros((*shape, -(-width // lanes) * lanes if row_format.kind == "latent" else width), dtype),
         dependence=jnp.zeros((len(DISTANCES), *shape[1:]), DEPENDENCE_DTYPE) if dependence else None,
     )
 

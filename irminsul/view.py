@@ -156,6 +156,8 @@ class PagedView:
         pool = dataclasses.replace(
             self.pool,
             latent_pages=self.pool.latent_pages.at[at].set(latent.astype(self.pool.latent_pages.dtype), mode="drop"),
-            rope_pages=self.pool.rope_pages.at[at].set(rope.astype(self.pool.rope_pages.dtype), mode="drop"),
+            rope_pages=self.pool.rope_pages.at[(*at, slice(rope.shape[-1]))].set(
+                rope.astype(self.pool.rope_pages.dtype), mode="drop"
+            ),
         )
         return dataclasses.replace(self, pool=pool)

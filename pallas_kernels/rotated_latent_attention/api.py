@@ -23,7 +23,7 @@ def rotated_latent_attention(
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
     latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G R"],
+    rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
     rotary: RotaryTable,
@@ -39,14 +39,16 @@ def rotated_latent_attention(
       q_rope: rotary queries, already rotated to ``query_position``.
       query_position: position of each query token; a negative one is padding (output 0, log-sum-exp -inf).
       query_offsets: ``[B + 1]``; request ``b`` owns query tokens ``offsets[b]:offsets[b + 1]``.
-      latent_pages, rope_pages: the whole pool; only ``layer`` is read, never copied.
+      latent_pages, rope_pages: the whole pool; only ``layer`` is read, never copied. Rotary pages may be wider than
+        the rotary width (``W >= R``, lanes on a TPU); what stands behind it is not read.
       layer: which layer's rows.
       page_table: ``[B, S]`` entries; a row is visible to a query at or after its position.
       rotary: table of the layer (no layer axis).
       scale: softmax scale.
       storage: whether keys are stored at their ``base_position`` or ``unrotated``.
       implementation: None takes XLA, which runs everywhere; a named one runs or raises. "mosaic_gpu" is proved in the
-        interpreter and not yet measured on a device, so nothing chooses it by itself.
+        interpreter and not yet measured on a device, so nothing chooses it by itself; no more does "mosaic_tpu", which
+        is proved in the interpreter and compiled for v5e and v6e.
 
     Returns:
       The attention output in the latent space (dtype of ``q_latent``) and the float32 natural log-sum-exp of the
@@ -66,11 +68,15 @@ def rotated_latent_attention(
         page_table,
         rotary,
     )
-    if implementation == "mosaic_gpu" and _is_hopper(jax.devices()[0]):
+    if implementation == "mosaic_gpu" and _is_hopper(_target_device()):
         # Imported on demand: Mosaic is large and nothing else needs it.
         from pallas_kernels.rotated_latent_attention import hopper
 
         return hopper.rotated_latent_attention(*operands, scale=scale, storage=storage)
+    if implementation == "mosaic_tpu" and _target_device().platform == "tpu":
+        from pallas_kernels.rotated_latent_attention import tpu
+
+        return tpu.rotated_latent_attention(*operands, scale=scale, storage=storage)
     _require_xla("rotated_latent_attention", implementation)
     return reference.rotated_latent_attention(*operands, scale=scale, storage=storage)
 
@@ -80,7 +86,7 @@ def expanded_latent_attention(
     q_rope: Float[Array, "M H R"],
     query_position: Int[Array, " M"],
     latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G R"],
+    rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
     rotary: RotaryTable,
@@ -108,15 +114,14 @@ def expanded_latent_attention(
 
     Raises:
       ValueError: if the table holds more than one request.
-      NotImplementedError: if the named implementation cannot run on this device.
+      NotImplementedError: if the named implementation cannot run on this device or does not take these shapes.
     """
-    _require_xla("expanded_latent_attention", implementation)
     if page_table.page_id.shape[0] != 1:
         raise ValueError(
             f"expanded_latent_attention: page_table holds {page_table.page_id.shape[0]} requests and the expanded form "
             "serves one; use rotated_latent_attention for several"
         )
-    return expanded.expanded_latent_attention(
+    operands = (
         q_nope,
         q_rope,
         query_position,
@@ -127,9 +132,19 @@ def expanded_latent_attention(
         rotary,
         w_uk,
         w_uv,
-        scale=scale,
-        storage=storage,
     )
+    if implementation == "mosaic_gpu" and _is_hopper(_target_device()):
+        from pallas_kernels.rotated_latent_attention import expanded_hopper
+
+        return expanded_hopper.expanded_latent_attention(*operands, scale=scale, storage=storage)
+    _require_xla("expanded_latent_attention", implementation)
+    return expanded.expanded_latent_attention(*operands, scale=scale, storage=storage)
+
+
+def _target_device() -> jax.Device:
+    """What is compiled for: a device named by ``jax.default_device``, which may be a mere description of one."""
+    default = jax.config.jax_default_device
+    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
 def _is_hopper(device: jax.Device) -> bool:
@@ -139,6 +154,6 @@ def _is_hopper(device: jax.Device) -> bool:
 def _require_xla(op: str, implementation: Implementation | None) -> None:
     if implementation not in (None, "xla"):
         raise NotImplementedError(
-            f"{op}: implementation={implementation!r} is not available on {jax.devices()[0].device_kind!r}; "
+            f"{op}: implementation={implementation!r} is not available on {_target_device().device_kind!r}; "
             "use implementation='xla' or None"
         )

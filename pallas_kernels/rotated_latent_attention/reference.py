@@ -40,7 +40,7 @@ def rotated_latent_attention(
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
     latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G R"],
+    rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
     rotary: RotaryTable,
@@ -74,7 +74,7 @@ def rotated_latent_attention_with_reach(
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
     latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G R"],
+    rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
     rotary: RotaryTable,
@@ -118,7 +118,7 @@ def attend_one_table(
     table: PageTable,
     *,
     latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G R"],
+    rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     rotary: RotaryTable,
     scale: float,
@@ -208,7 +208,7 @@ def visible_entries(
 
 def gather_rows(
     latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G R"],
+    rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     entries: Entries,
     step: Int[Array, ""],
@@ -222,7 +222,8 @@ def gather_rows(
     page, delta, position = (lax.dynamic_slice_in_dim(x, step * pages_per_step, pages_per_step) for x in entries)
     seen = (position != NEVER)[..., None]
     latent = jnp.where(seen, latent_pages.at[layer, page].get(mode="clip").astype(jnp.float32), 0.0)
-    rope = jnp.where(seen, rope_pages.at[layer, page].get(mode="clip").astype(jnp.float32), 0.0)
+    rope = rope_pages.at[layer, page, :, : rotary.width].get(mode="clip").astype(jnp.float32)
+    rope = jnp.where(seen, rope, 0.0)
     rope = rotate(rope, delta, rotary)
     return Rows(latent.reshape(-1, latent.shape[-1]), rope.reshape(-1, rope.shape[-1]), position.reshape(-1))
 
