@@ -7,10 +7,13 @@ under greedy decoding.
 """
 
 import dataclasses
+import json
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +26,18 @@ from tqdm import tqdm
 
 from experiments import accuracy_report, reference_eval, report
 from experiments.errors import InputError
-from experiments.planted_tasks import TASKS
-from experiments.reuse_items import Item, planted_item
+from experiments.planted_tasks import TASKS, Planter
+from experiments.reuse_items import LAST_CONTEXT, Item, planted_item
 from experiments.reuse_policies import Lane, lane
 from experiments.rows import RowLog
 from experiments.subjects import Subject, subject
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.plan import BINS, SHIFTED
+from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill
 
 PAGE = 64
+FRESH = get_policy("irminsul", shifted="refuse")
 QUICK = {"samples": 4, "length": 1024}
 
 
@@ -44,32 +49,60 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     """
     if config.quick:
         config = ConfigDict({**config.to_dict(), **{name: min(config[name], most) for name, most in QUICK.items()}})
-    tasks, lanes = _tasks(config), [lane(name) for name in _names(config.policies)]
-    if lanes[0].name != "full":
-        lanes = [lane("full"), *[other for other in lanes if other.name != "full"]]
-    subjects = [subject(name, config.dtype) for name in _names(config.models)]
-    items = reference_eval.planter()
-    key = {name: value for name, value in config.to_dict().items() if name != "resume"}
+    tasks, models = _tasks(config), _names(config.models)
+    for name in _names(config.policies):
+        lane(name)
+    notes = [subject(name, config.dtype).note for name in models]
+    key = {name: value for name, value in config.to_dict().items() if name not in ("resume", "workers")}
     if not config.resume:
         key["started"] = time.time()  # matches no earlier run
+    units = [(model, task, index) for model in models for task in tasks for index in range(config.samples)]
     with RowLog(out, key) as log:
-        total = len(subjects) * len(tasks) * config.samples
-        with tqdm(total=total, desc="asking", unit=" items", file=sys.stderr) as progress:
-            for chosen in subjects:
-                serve = Server(chosen, config)
-                for task in tasks:
-                    for index in range(config.samples):
-                        unit = f"{chosen.name} {task} {index}"
-                        if unit not in log.finished:
-                            make = partial(planted_item, items, task, index, seed=config.seed)
-                            item = make(length=config.length, questions=config.questions)
-                            for row in serve(item, lanes):
-                                log.append({"model": chosen.name, **row})
-                            log.finish(unit)
-                        progress.update()
-        result = accuracy_report.describe(config, log.rows, [each.note for each in subjects], out)
+        waiting = [unit for unit in units if str(unit) not in log.finished]
+        served = _served(config, waiting)
+        for unit, rows in tqdm(served, total=len(waiting), desc="asking", unit=" items", file=sys.stderr):
+            for row in rows:
+                log.append(row)
+            log.finish(str(unit))
+        order = [Path(model).name for model in models]
+        rows = sorted(log.rows, key=lambda row: (order.index(row["model"]), tasks.index(row["task"]), row["item"]))
+        result = accuracy_report.describe(config, rows, notes, out)
         log.remove()
     return result
+
+
+Unit = tuple[str, str, int]  # model, task, item
+
+
+def _served(config: ConfigDict, units: list[Unit]) -> Iterator[tuple[Unit, list[dict[str, Any]]]]:
+    """Rows of each unit, as they are done: here, or in ``config.workers`` processes that share the accelerator."""
+    if not config.workers:
+        for unit in units:
+            yield unit, serve_unit(config.to_json(), *unit)
+        return
+    # Spawned, since a fork of a process that holds an accelerator may hang.
+    with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(serve_unit, config.to_json(), *unit): unit for unit in units}
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
+def serve_unit(config: str, model: str, task: str, index: int) -> list[dict[str, Any]]:
+    """The rows of one item under every policy; ``config`` as JSON. Models and programs are kept between calls."""
+    server, planter = _server(config, model)
+    settings, lanes = server.config, [lane(name) for name in _names(server.config.policies)]
+    lanes = [lane("full"), *[other for other in lanes if other.name != "full"]]
+    item = planted_item(
+        planter, task, index,
+        length=settings.length, questions=settings.questions, seed=settings.seed, longest=server.longest,
+    )  # fmt: skip
+    return [{"model": Path(model).name, **row} for row in server(item, lanes)]
+
+
+@lru_cache(maxsize=1)
+def _server(config: str, model: str) -> tuple["Server", Planter]:
+    settings = ConfigDict(json.loads(config))
+    return Server(subject(model, settings.dtype), settings), reference_eval.planter()
 
 
 def _names(text: str) -> list[str]:
@@ -104,9 +137,9 @@ class Server:
 
     def __init__(self, chosen: Subject, config: ConfigDict):
         self.model, self.config = chosen.model, config
-        longest = -(-(config.length + PAGE) // PAGE) * PAGE
+        self.longest = min(self.model.max_position, config.length + LAST_CONTEXT)
         self.cache_config = CacheConfig(
-            num_pages=5 * longest // PAGE, max_prompt_tokens=longest, max_new_tokens=PAGE, dtype=config.dtype
+            num_pages=5 * self.longest // PAGE, max_prompt_tokens=self.longest, max_new_tokens=0, dtype=config.dtype
         )
         self.unembed = jax.jit(self.model.unembed)
 
@@ -127,10 +160,10 @@ class Server:
         return rows
 
     def warmed(self, prompts: Iterable[Int32[np.ndarray, " P"]]) -> ContentCache:
-        """A cache that has served ``prompts``."""
+        """A cache that has computed ``prompts`` behind their own contexts, without shifted reuse among them."""
         cache = new_cache(self.cache_config, self.model.row_format)
         for tokens in prompts:
-            result = prefill(self.model, cache, tokens, "irminsul", mode=self.config.mode)
+            result = prefill(self.model, cache, tokens, FRESH, mode=self.config.mode)
             cache = complete(result.cache, result.request)
         return cache
 

@@ -49,22 +49,24 @@ class Item:
         return np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in self.answers])
 
 
-def planted_item(planter: Planter, task: str, index: int, *, length: int, questions: int, seed: int) -> Item:
-    """Item ``index`` of a planted task: a prompt of ``length`` tokens at most.
+def planted_item(
+    planter: Planter, task: str, index: int, *, length: int, questions: int, seed: int, longest: int
+) -> Item:
+    """Item ``index`` of a planted task: a prompt of ``length`` tokens at most, earlier ones of ``longest`` at most.
 
     Raises:
       ValueError: as ``Planter.sample``.
     """
     rng = np.random.default_rng([seed, sum(task.encode()), index])
     if task == "text":
-        return _text_item(planter, index, length, rng)
+        return _text_item(planter, index, length, rng, longest)
     sample = planter.sample(task, rng, length, questions=questions)
     prompt, answers = sample.tokens(), sample.answer_spans()
     chunks = sample.chunks[1:]
     if task == "left_context":
         contexts = _other_headings(planter, sample)
     else:
-        contexts = tuple(_filler(planter, rng) for _ in chunks)
+        contexts = tuple(_filler(planter, rng, longest - len(chunk)) for chunk in chunks)
     return Item(task, index, chunks, contexts, prompt[: answers[-1][1]], answers, by_token=task == "copy")
 
 
@@ -76,7 +78,7 @@ def _other_headings(planter: Planter, sample: Sample) -> tuple[np.ndarray, ...]:
     return tuple(np.concatenate([[planter.bos], heading]).astype(np.int32) for heading in headings)
 
 
-def _text_item(planter: Planter, index: int, length: int, rng: np.random.Generator) -> Item:
+def _text_item(planter: Planter, index: int, length: int, rng: np.random.Generator, longest: int) -> Item:
     """Three stretches of one text cached apart, the tokens behind them scored. A text that ends by repeating itself is
     drawn again: its last rows would be served and not predicted."""
     begin = length - CONTINUATION
@@ -86,11 +88,11 @@ def _text_item(planter: Planter, index: int, length: int, rng: np.random.Generat
         ending = np.lib.stride_tricks.sliding_window_view(prompt[begin - REPEAT :], REPEAT)[1:]
         if not any(window.tobytes() in windows for window in ending):
             break
-    chunks = tuple(np.array_split(prompt[1:begin], 3))
-    contexts = tuple(_filler(planter, rng) for _ in chunks)
+    chunks = tuple(np.array_split(prompt[1 : begin - 1], 3))  # the last row in front of them predicts the first
+    contexts = tuple(_filler(planter, rng, longest - len(chunk)) for chunk in chunks)
     return Item("text", index, chunks, contexts, prompt, ((begin, len(prompt)),), by_token=True)
 
 
-def _filler(planter: Planter, rng: np.random.Generator) -> Int32[np.ndarray, " J"]:
+def _filler(planter: Planter, rng: np.random.Generator, most: int) -> Int32[np.ndarray, " J"]:
     length = int(rng.integers(FIRST_CONTEXT, LAST_CONTEXT))
-    return planter.sample("text", rng, length).tokens()
+    return planter.sample("text", rng, min(length, most)).tokens()

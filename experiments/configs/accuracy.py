@@ -10,7 +10,9 @@ def get_config() -> ConfigDict:
             "study": "accuracy",
             "models": "irminsul-mini-mla",  # names or paths, comma-separated
             "tasks": "needle,many_needles,two_hops,three_hops,left_context,copy,text",
-            "policies": "full,prefix,naive,irminsul,irminsul-no-carve-out,isolated",
+            "policies": "full,prefix,naive,irminsul,irminsul-no-carve-out,isolated,epic:8,epic:32,epic:64,"
+            "cacheblend:0.05,cacheblend:0.15,cacheblend:0.3,"
+            "irminsul+repair:0.05,irminsul+repair:0.1,irminsul+repair:0.15",
             "samples": 64,  # items a task
             "length": 4096,  # tokens of a prompt, answers included
             "questions": 4,  # asked of an item at most
@@ -18,6 +20,7 @@ def get_config() -> ConfigDict:
             "dtype": "float32",
             "draws": 2000,  # of the paired bootstrap over items
             "seed": 30_000,
+            "workers": 0,  # processes that serve items side by side; 0 serves them in this one
             "resume": False,  # go on from the items of an interrupted run in the same folder
             "quick": False,  # four items of 1,024 tokens
         }

@@ -22,21 +22,21 @@ def planter():
 
 @pytest.mark.parametrize("task", ["needle", "two_hops", "left_context", "copy", "text"])
 def test_chunks_stand_in_the_prompt_and_answers_behind_them(planter, task):
-    item = planted_item(planter, task, 0, length=LENGTH, questions=2, seed=3)
+    item = planted_item(planter, task, 0, length=LENGTH, questions=2, seed=3, longest=LENGTH)
     text = item.prompt.tobytes()
     for chunk in item.chunks:
         assert chunk.astype(np.int32).tobytes() in text
     chunk_tokens = sum(map(len, item.chunks))
     assert item.answers[0][0] >= chunk_tokens
     assert item.answers[-1][1] == len(item.prompt) <= LENGTH
-    again = planted_item(planter, task, 0, length=LENGTH, questions=2, seed=3)
-    other = planted_item(planter, task, 0, length=LENGTH, questions=2, seed=4)
+    again = planted_item(planter, task, 0, length=LENGTH, questions=2, seed=3, longest=LENGTH)
+    other = planted_item(planter, task, 0, length=LENGTH, questions=2, seed=4, longest=LENGTH)
     assert np.array_equal(item.prompt, again.prompt)
     assert not np.array_equal(item.prompt, other.prompt)
 
 
 def test_a_chunk_that_refers_to_its_heading_was_cached_behind_another(planter):
-    item = planted_item(planter, "left_context", 1, length=LENGTH, questions=2, seed=0)
+    item = planted_item(planter, "left_context", 1, length=LENGTH, questions=2, seed=0, longest=LENGTH)
     headings = item.chunks[0::2]
     for own, context in zip(np.repeat(np.arange(len(headings)), 2), item.contexts, strict=True):
         assert context[1:].tobytes() == headings[(own + 1) % len(headings)].tobytes()
@@ -59,7 +59,7 @@ def rows(planter):
     found = []
     for task in ("needle", "text"):
         for index in range(2):
-            item = planted_item(planter, task, index, length=300, questions=1, seed=0)
+            item = planted_item(planter, task, index, length=300, questions=1, seed=0, longest=560)
             found += [{"model": "tiny", **row} for row in serve(item, lanes)]
     return found
 
