@@ -59,7 +59,7 @@ def plot_curves(rows, curves, grid, path: Path) -> None:
             axis.set(xlabel="other content accepted", xlim=(-0.01, 1), ylim=(0, 1.02))
             axis.legend(frameon=False, fontsize=7.5, loc="lower right", title="AUC", title_fontsize=7.5)
         axes[0, 0].set_ylabel("same content accepted")
-        _title(figure, "Telling the same content from other content")
+        _title(figure, finding(rows))
         figure.savefig(path)
         plt.close(figure)
 
@@ -82,7 +82,7 @@ def plot_layers(rows, path: Path) -> None:
             axis.set_xlabel("layer")
             axis.legend(frameon=False, fontsize=7.5)
         axes[0, 0].set_ylabel("AUC")
-        _title(figure, "AUC by layer")
+        _title(figure, f"{finding(rows)}, layer by layer")
         figure.savefig(path)
         plt.close(figure)
 
@@ -140,6 +140,18 @@ def plot_varied(rows, path: Path) -> None:
         _title(figure, f"{model}: what the protocol leaves open")
         figure.savefig(path)
         plt.close(figure)
+
+
+def finding(rows: Sequence[dict[str, Any]]) -> str:
+    """What the protocol shows, by the kinds of quantities and over all models: the range of their AUC."""
+    listed = [row for row in rows if row["varied"] == "protocol"]
+    parts = []
+    for name, which in (("latents and values", "latent"), ("keys as stored", "keys"), ("keys turned", "corrected")):
+        found = [row["auc"] for row in listed if kind(row["quantity"]) == which]
+        if found:
+            low, high = f"{min(found):.2f}", f"{max(found):.2f}"
+            parts.append(f"{name} {low}" if low == high else f"{name} {low}-{high}")
+    return f"AUC of telling content apart: {', '.join(parts)}"
 
 
 def _title(figure, text: str) -> None:

@@ -36,7 +36,10 @@ def plot_mass(rows: Sequence[dict[str, Any]], first_tokens: int, path: Path) -> 
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, [f"document {name}" for name in labels], loc="outside lower center", ncols=3,
                       frameon=False, fontsize=8)  # fmt: skip
-        figure.suptitle("Share of later tokens' attention", fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        prompt, document = (_mean(listed, models[0], where) for where in ("prompt", "document"))
+        title = f"{models[0]}: a prompt's first {first_tokens} tokens draw {prompt:.0%} of attention, "
+        title += f"a document's {document:.2%}"
+        figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
 
@@ -59,7 +62,18 @@ def plot_carve_out(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axis.set_title(model, fontsize=9, loc="left")
             axis.set(xlabel="carve-out (tokens)", yscale="log")
         axes[0, 0].set_ylabel("KL to full prefill (nats)")
-        axes[0, 0].legend(frameon=False, fontsize=8, title="document cached", title_fontsize=8)
-        figure.suptitle("What computing first rows anew buys", fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, [f"document cached {name}" for name in labels], loc="outside lower center", ncols=2,
+                      frameon=False, fontsize=8)  # fmt: skip
+        first, *_, last = (row for row in listed if (row["model"], row["prepared"]) == (models[0], "from the start"))
+        title = f"{models[0]}: computing a document's first {last['carve_out']} tokens anew lowers KL "
+        title += f"{first['kl'] / max(last['kl'], 1e-30):.1f} times if it was cached from a prompt's start"
+        figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
+
+
+def _mean(rows: Sequence[dict[str, Any]], model: str, where: str) -> float:
+    """Share of attention, mean over layers, of the document as computed in place."""
+    (row,) = (row for row in rows if (row["model"], row["where"], row["prepared"]) == (model, where, "fresh"))
+    return float(np.mean(row["share_by_layer"]))
