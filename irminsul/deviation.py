@@ -63,17 +63,24 @@ def _deviation(
         first, fresh, batch, blocks=blocks, cost=cost_model(first), storage=storage, keep_hidden=False
     )
 
-    def key(pages: Array, *at: Any) -> Float[Array, "P J R"]:
-        return pages[at].astype(jnp.float32).reshape(tokens.shape[0], model.row_format.rope_heads, -1)
+    rows = model.row_format
+
+    def latent_at(pool: LatentPool, *at: Any) -> Float[Array, "P C"]:
+        latent = pool.latent_pages[at].astype(jnp.float32)
+        return latent if pool.latent_scale is None else latent * pool.latent_scale[at][:, None]
+
+    def key_at(pool: LatentPool, *at: Any) -> Float[Array, "P J R"]:
+        key = pool.rope_pages[at].astype(jnp.float32)[:, : rows.rope_width]
+        return key.reshape(len(key), rows.rope_heads, -1)
 
     now = layer, position // page_size, position % page_size
-    latent = pool.latent_pages[layer, page, row].astype(jnp.float32) - fresh.latent_pages[now].astype(jnp.float32)
-    stored = key(pool.rope_pages, layer, page, row)
+    latent = latent_at(pool, layer, page, row) - latent_at(fresh, *now)
+    stored = key_at(pool, layer, page, row)
     if storage == "base":
         own = model.rotary.fine_cos.ndim == 3  # a table a layer
         rotary = jax.tree.map(lambda table: table[layer], model.rotary) if own else model.rotary
         stored = rotate(stored, position - place, rotary)
-    rope = stored - key(fresh.rope_pages, *now)
+    rope = stored - key_at(fresh, *now)
     return jnp.sum(latent**2, axis=-1) + jnp.sum(rope**2, axis=(-2, -1))
 
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from irminsul.dependence import DEPENDENCE_DTYPE, DISTANCES
+from irminsul.row_quantisation import KEY_DTYPE, is_quantised
 
 TPU_LANES = 128
 
@@ -19,12 +20,14 @@ class LatentPool:
     """Rows of every layer: for MLA ``c_kv`` and ``k_r``, for GQA values and keys (``latent`` and ``rope`` in turn).
 
     ``dependence`` says of each token how far left its attention went when its rows were computed (``dependence.py``);
-    None where the cache does not keep it. The second axis of every array counts pages.
+    None where the cache does not keep it. ``latent_scale`` is what the codes of quantised latents are multiplied by
+    (``row_quantisation.py``). The second axis of every array counts pages.
     """
 
-    latent_pages: Float[Array, "L N G C"]
+    latent_pages: Real[Array, "L N G C"]
     rope_pages: Float[Array, "L N G R"]
     dependence: Float[Array, "K N G"] | None = None
+    latent_scale: Float[Array, "L N G"] | None = None
 
     @property
     def num_pages(self) -> int:
@@ -54,10 +57,15 @@ def new_pool(
     lanes = lanes or (TPU_LANES if jax.default_backend() == "tpu" else 1)
     width = row_format.rope_width
     shape = (row_format.num_layers, num_pages, page_size)
+    quantised = is_quantised(dtype)
     return LatentPool(
         latent_pages=jnp.zeros((*shape, row_format.latent_width), dtype),
-        rope_pages=jnp.zeros((*shape, -(-width // lanes) * lanes if row_format.kind == "latent" else width), dtype),
+        rope_pages=jnp.zeros(
+            (*shape, -(-width // lanes) * lanes if row_format.kind == "latent" else width),
+            KEY_DTYPE if quantised else dtype,
+        ),
         dependence=jnp.zeros((len(DISTANCES), *shape[1:]), DEPENDENCE_DTYPE) if dependence else None,
+        latent_scale=jnp.ones(shape, jnp.float32) if quantised else None,
     )
 
 

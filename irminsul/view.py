@@ -13,6 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from irminsul.dependence import DISTANCES
 from irminsul.pool import LatentPool
+from irminsul.row_quantisation import quantise
+from pallas_kernels.attention_reach import Distances
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
@@ -72,9 +74,13 @@ class PagedView:
         pages = (view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary)
         if self.form == "expanded":
             operands = (q_nope, q_rope, self.query_position, *pages, w_uk, w_uv)
-            if self._measures:
+            if self._needs_xla:
                 out, _, reach = expanded_latent_attention_with_reach(
-                    *operands, scale=scale, storage=self.storage, distances=DISTANCES
+                    *operands,
+                    scale=scale,
+                    storage=self.storage,
+                    distances=self._distances,
+                    latent_scale=view.pool.latent_scale,
                 )
                 return out, view._with_reach(reach)
             out, _ = expanded_latent_attention(
@@ -82,9 +88,13 @@ class PagedView:
             )
             return out, view
         absorbed = (jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, self.query_position, self.query_offsets, *pages)
-        if self._measures:
+        if self._needs_xla:
             out, _, reach = rotated_latent_attention_with_reach(
-                *absorbed, scale=scale, storage=self.storage, distances=DISTANCES
+                *absorbed,
+                scale=scale,
+                storage=self.storage,
+                distances=self._distances,
+                latent_scale=view.pool.latent_scale,
             )
             view = view._with_reach(reach)
         else:
@@ -116,10 +126,11 @@ class PagedView:
             view.page_table,
             rotary,
         )
-        if self._measures:
+        if self._needs_xla:
             out, _, reach = rotated_grouped_attention_with_reach(
-                *operands, key_heads=key_heads, scale=scale, storage=self.storage, distances=DISTANCES
-            )
+                *operands, key_heads=key_heads, scale=scale, storage=self.storage,
+                distances=self._distances, value_scale=view.pool.latent_scale,
+            )  # fmt: skip
             return out, view._with_reach(reach)
         out, _ = rotated_grouped_attention(
             *operands, key_heads=key_heads, scale=scale, storage=self.storage, implementation=self.implementation
@@ -136,16 +147,28 @@ class PagedView:
         return dataclasses.replace(self.pool, dependence=stored)
 
     @property
-    def _measures(self) -> bool:
-        if self.dependence is not None and self.implementation not in (None, "xla"):
-            raise NotImplementedError(
-                f"implementation={self.implementation!r} does not measure how far attention reaches; use "
-                "implementation='xla', or a cache with dependence=False"
-            )
-        return self.dependence is not None
+    def _needs_xla(self) -> bool:
+        """Whether only the XLA forms serve: they measure how far attention reaches, and read quantised rows."""
+        if self.implementation not in (None, "xla"):
+            if self.pool.latent_scale is not None:
+                raise NotImplementedError(
+                    f"implementation={self.implementation!r} does not read {self.pool.latent_pages.dtype} rows; use "
+                    "implementation='xla', or a cache with dtype='bfloat16'"
+                )
+            if self.dependence is not None:
+                raise NotImplementedError(
+                    f"implementation={self.implementation!r} does not measure how far attention reaches; use "
+                    "implementation='xla', or a cache with dependence=False"
+                )
+        return self.dependence is not None or self.pool.latent_scale is not None
+
+    @property
+    def _distances(self) -> Distances:
+        return () if self.dependence is None else DISTANCES
 
     def _with_reach(self, reach: Float[Array, "M H K"]) -> "PagedView":
-        assert self.dependence is not None
+        if self.dependence is None:
+            return self
         return dataclasses.replace(self, dependence=jnp.maximum(self.dependence, jnp.max(reach, axis=1)))
 
     def _stored_key(self, key: Float[Array, "M *heads R"], rotary: RotaryTable) -> Float[Array, "M *heads R"]:
@@ -153,8 +176,13 @@ class PagedView:
 
     def _write(self, layer: Int[Array, ""], latent: Float[Array, "M C"], rope: Float[Array, "M R"]) -> "PagedView":
         at = (layer, self.write_page, self.write_row)
+        scale = self.pool.latent_scale
+        if scale is not None:
+            latent, row_scale = quantise(latent, self.pool.latent_pages.dtype)
+            scale = scale.at[at].set(row_scale, mode="drop")
         pool = dataclasses.replace(
             self.pool,
+            latent_scale=scale,
             latent_pages=self.pool.latent_pages.at[at].set(latent.astype(self.pool.latent_pages.dtype), mode="drop"),
             rope_pages=self.pool.rope_pages.at[(*at, slice(rope.shape[-1]))].set(
                 rope.astype(self.pool.rope_pages.dtype), mode="drop"

@@ -8,7 +8,7 @@ rows alone, bit for bit, and not on which physical pages hold them.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.attention_reach import Distances, share, weight_beyond
 from pallas_kernels.page_table import PageTable, Storage
@@ -53,7 +53,7 @@ def rotated_grouped_attention_with_reach(
     query: Float[Array, "M H D"],
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
-    value_pages: Float[Array, "L N G JD"],
+    value_pages: Real[Array, "L N G JD"],
     key_pages: Float[Array, "L N G JD"],
     layer: Int[Array, ""],
     page_table: PageTable,
@@ -63,8 +63,12 @@ def rotated_grouped_attention_with_reach(
     scale: float,
     storage: Storage = "base",
     distances: Distances,
+    value_scale: Float[Array, "L N G"] | None = None,
 ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"]]:
-    """``rotated_grouped_attention``, and the share of weight beyond ``distances``; see ``attention_reach``."""
+    """``rotated_grouped_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
+
+    With ``value_scale`` values are what their page holds times the scale of their row.
+    """
     tokens, heads, width = query.shape
     grouped = query.astype(jnp.float32).reshape(tokens, key_heads, heads // key_heads, width)
     requests, entries = page_table.page_id.shape
@@ -83,7 +87,7 @@ def rotated_grouped_attention_with_reach(
             corner, shape = (request, step * ENTRIES_PER_STEP), (1, ENTRIES_PER_STEP)
             part = jax.tree.map(lambda field: jax.lax.dynamic_slice(field, corner, shape), page_table)
             key, value, position = _gather_rows(
-                key_pages, value_pages, layer, part, last_position, rotary, key_heads, storage
+                key_pages, value_pages, layer, part, last_position, rotary, key_heads, storage, value_scale
             )
             visible = mine[:, None] & (position[None] <= query_position[:, None])
             *softmax, weights, kept = _accumulate(carry[:3], grouped, key, value, visible, scale)
@@ -114,13 +118,14 @@ def rotated_grouped_attention_with_reach(
 
 def _gather_rows(
     key_pages: Float[Array, "L N G JD"],
-    value_pages: Float[Array, "L N G JD"],
+    value_pages: Real[Array, "L N G JD"],
     layer: Int[Array, ""],
     table: PageTable,
     last_position: Int[Array, ""],
     rotary: RotaryTable,
     key_heads: int,
     storage: Storage,
+    value_scale: Float[Array, "L N G"] | None,
 ) -> tuple[Float[Array, "K J D"], Float[Array, "K J D"], Int[Array, " K"]]:
     """Rows of a few entries as float32 keys turned to their positions, values, and positions.
 
@@ -136,13 +141,15 @@ def _gather_rows(
     valid = (begin <= row) & (row < end) & (position <= last_position)
     page = jnp.where(begin < end, page, 0)  # padding may name any page
 
-    def rows(pages):
+    def rows(pages, scale=None):
         # One gather over (layer, page): slicing the layer first would copy it.
         gathered = pages.at[layer, page[:, 0]].get(mode="promise_in_bounds").astype(jnp.float32)
+        if scale is not None:
+            gathered = gathered * scale.at[layer, page[:, 0]].get(mode="promise_in_bounds")[..., None]
         return jnp.where(valid[..., None], gathered, 0).reshape(*valid.shape, key_heads, -1)
 
     delta = target - base if storage == "base" else jnp.where(valid, position, 0)
-    key, value = rotate(rows(key_pages), delta, rotary), rows(value_pages)
+    key, value = rotate(rows(key_pages), delta, rotary), rows(value_pages, value_scale)
     heads = (valid.size, *key.shape[-2:])
     position = jnp.where(valid, position, jnp.iinfo(jnp.int32).max)
     return key.reshape(heads), value.reshape(heads), position.ravel()

@@ -7,7 +7,7 @@ same rows, same masks as ``reference.py``; the results agree within rounding.
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.attention_reach import Distances, share, weight_beyond
 from pallas_kernels.page_table import PageTable, Storage
@@ -63,7 +63,7 @@ def expanded_latent_attention_with_reach(
     q_nope: Float[Array, "M H K"],
     q_rope: Float[Array, "M H R"],
     query_position: Int[Array, " M"],
-    latent_pages: Float[Array, "L N G C"],
+    latent_pages: Real[Array, "L N G C"],
     rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
@@ -75,8 +75,12 @@ def expanded_latent_attention_with_reach(
     storage: Storage = "base",
     pages_per_step: int = PAGES_PER_STEP,
     distances: Distances,
+    latent_scale: Float[Array, "L N G"] | None = None,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H B"]]:
-    """``expanded_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``."""
+    """``expanded_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
+
+    With ``latent_scale`` a latent is what its page holds times the scale of its row.
+    """
     tokens, heads, _ = q_nope.shape
     up_key, up_value = w_uk.astype(jnp.float32), w_uv.astype(jnp.float32)
     query = jnp.concatenate([q_nope, q_rope], axis=-1).astype(jnp.float32).swapaxes(0, 1) * scale
@@ -85,7 +89,7 @@ def expanded_latent_attention_with_reach(
     entries, steps = visible_entries(page_table, last_position, page_size, pages_per_step, storage)
 
     def step(index, state):
-        rows = gather_rows(latent_pages, rope_pages, layer, entries, index, rotary, pages_per_step)
+        rows = gather_rows(latent_pages, rope_pages, layer, entries, index, rotary, pages_per_step, latent_scale)
         # Row-minor keys and values come out of one plain product each, with heads as batch and nothing to transpose.
         key_nope = matmul("HKC,NC->HKN", up_key, rows.latent)
         value = matmul("HCV,NC->HVN", up_value, rows.latent)

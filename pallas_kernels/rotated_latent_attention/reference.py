@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.attention_reach import Distances, share, weight_beyond
 from pallas_kernels.page_table import PageTable, Storage
@@ -73,7 +73,7 @@ def rotated_latent_attention_with_reach(
     q_rope: Float[Array, "M H R"],
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
-    latent_pages: Float[Array, "L N G C"],
+    latent_pages: Real[Array, "L N G C"],
     rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
@@ -83,8 +83,12 @@ def rotated_latent_attention_with_reach(
     storage: Storage = "base",
     pages_per_step: int = PAGES_PER_STEP,
     distances: Distances,
+    latent_scale: Float[Array, "L N G"] | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"], Float[Array, "M H K"]]:
-    """``rotated_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``."""
+    """``rotated_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
+
+    With ``latent_scale`` a latent is what its page holds times the scale of its row.
+    """
     tokens, requests = q_latent.shape[0], page_table.page_id.shape[0]
     token = jnp.arange(tokens)
     request = jnp.searchsorted(query_offsets[1:], token, side="right")
@@ -94,6 +98,7 @@ def rotated_latent_attention_with_reach(
         attend_one_table,
         latent_pages=latent_pages,
         rope_pages=rope_pages,
+        latent_scale=latent_scale,
         layer=layer,
         rotary=rotary,
         scale=scale,
@@ -117,7 +122,7 @@ def attend_one_table(
     position: Int[Array, " M"],
     table: PageTable,
     *,
-    latent_pages: Float[Array, "L N G C"],
+    latent_pages: Real[Array, "L N G C"],
     rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     rotary: RotaryTable,
@@ -125,6 +130,7 @@ def attend_one_table(
     storage: Storage,
     pages_per_step: int,
     distances: Distances = (),
+    latent_scale: Float[Array, "L N G"] | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"], Float[Array, "M H K"]]:
     """Queries that share one table. Float32 output, log-sum-exp and share of weight beyond ``distances``."""
     tokens, heads, width = q_latent.shape
@@ -135,7 +141,7 @@ def attend_one_table(
     entries, steps = visible_entries(table, jnp.max(position, initial=-1), page_size, pages_per_step, storage)
 
     def step(index, state):
-        rows = gather_rows(latent_pages, rope_pages, layer, entries, index, rotary, pages_per_step)
+        rows = gather_rows(latent_pages, rope_pages, layer, entries, index, rotary, pages_per_step, latent_scale)
         scores = matmul("QC,NC->QN", flat_latent, rows.latent) + matmul("QR,NR->QN", flat_rope, rows.rope)
         visible = rows.position[None, :] <= position[:, None]
         scores = jnp.where(visible[:, None, :], scores.reshape(tokens, heads, -1), -jnp.inf)
@@ -207,13 +213,14 @@ def visible_entries(
 
 
 def gather_rows(
-    latent_pages: Float[Array, "L N G C"],
+    latent_pages: Real[Array, "L N G C"],
     rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     entries: Entries,
     step: Int[Array, ""],
     rotary: RotaryTable,
     pages_per_step: int,
+    latent_scale: Float[Array, "L N G"] | None = None,
 ) -> Rows:
     """Float32 rows of entries ``[step * P, (step + 1) * P)``.
 
@@ -221,7 +228,10 @@ def gather_rows(
     """
     page, delta, position = (lax.dynamic_slice_in_dim(x, step * pages_per_step, pages_per_step) for x in entries)
     seen = (position != NEVER)[..., None]
-    latent = jnp.where(seen, latent_pages.at[layer, page].get(mode="clip").astype(jnp.float32), 0.0)
+    latent = latent_pages.at[layer, page].get(mode="clip").astype(jnp.float32)
+    if latent_scale is not None:
+        latent = latent * latent_scale.at[layer, page].get(mode="clip")[..., None]
+    latent = jnp.where(seen, latent, 0.0)
     rope = rope_pages.at[layer, page, :, : rotary.width].get(mode="clip").astype(jnp.float32)
     rope = jnp.where(seen, rope, 0.0)
     rope = rotate(rope, delta, rotary)
