@@ -1,15 +1,15 @@
 """What a policy reuses, rotates and recomputes. All of them run through the same plan, prefill and engine.
 
 ===============  ================================================================================================
-full            nothing is reused or kept; the reference every other policy is compared with
-prefix          exact prefixes at token granularity (SGLang's RadixAttention, arXiv 2312.07104)
-paged_prefix    exact prefixes in whole blocks of 16 tokens (vLLM's automatic prefix caching)
-naive           shifted rows served as they were stored, keys not rotated (the failure the paper starts from)
-irminsul        exact prefixes, then shifted rows with delta-rotated keys (arXiv 2605.05696)
-epic            irminsul, the first 32 tokens of every reused run recomputed (EPIC, arXiv 2410.15332)
-cacheblend      irminsul, 15 % of the reused tokens recomputed: those whose rows at the second layer deviate most
-                (CacheBlend, arXiv 2405.16444)
-irminsul+repair irminsul, up to 15 % of the reused tokens recomputed: those that depend most on another left context
+full             nothing is reused or kept; the reference every other policy is compared with
+prefix           exact prefixes at token granularity (SGLang's RadixAttention, arXiv 2312.07104)
+paged_prefix     exact prefixes in whole blocks of 16 tokens (vLLM's automatic prefix caching)
+naive            shifted rows served as they were stored, keys not rotated (the failure the paper starts from)
+irminsul         exact prefixes, then shifted rows with delta-rotated keys (arXiv 2605.05696)
+epic             irminsul, the first 32 tokens of every reused run recomputed (EPIC, arXiv 2410.15332)
+cacheblend       irminsul, 15 % of the reused tokens recomputed: those whose rows at the second layer deviate most
+                 (CacheBlend, arXiv 2405.16444)
+irminsul+repair  irminsul, up to 15 % of the reused tokens recomputed: those that depend most on another left context
 ===============  ================================================================================================
 
 ``epic:64``, ``cacheblend:0.3`` and ``irminsul+repair:0.05`` name the same with another budget.
