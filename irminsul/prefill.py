@@ -49,6 +49,17 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
+class Admission:
+    """A request whose pages are claimed in ``cache`` and whose rows are yet to be computed: those ``placement`` names,
+    by a program of ``blocks`` (none without a model)."""
+
+    cache: ContentCache
+    request: Request
+    placement: Placement
+    blocks: tuple[Block, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class PrefillResult:
     """``logits [V]`` after the prompt's last token, the next cache, the request, and milliseconds by step.
 
@@ -98,6 +109,46 @@ def prefill(
       ConsumedError: if the cache was taken over by an earlier step.
     """
     started = time.perf_counter()
+    admission = admit(
+        model, cache, tokens, policy, namespace=namespace, adapter=adapter, new_tokens=new_tokens, mode=mode,
+        donate=donate, shared=shared, context=context,
+    )  # fmt: skip
+    cache, request = admission.cache, admission.request
+    planned = time.perf_counter()
+    logits = hidden = None
+    if model is not None:
+        batch = pack_batch(cache, admission.placement, request)
+        logits, hidden, pool = run_prefill(
+            model, cache.pool, batch, blocks=admission.blocks, cost=cost_model(model), storage=cache.config.storage,
+            keep_hidden=keep_hidden,
+        )  # fmt: skip
+        cache = dataclasses.replace(cache, pool=pool)
+        logits = jax.block_until_ready(logits)
+    computed = time.perf_counter()
+    timings = {"plan_ms": 1e3 * (planned - started), "prefill_ms": 1e3 * (computed - planned)}
+    return PrefillResult(logits, cache, request, timings, hidden)
+
+
+def admit(
+    model: Any,
+    cache: ContentCache,
+    tokens: np.ndarray,
+    policy: str | Policy = "irminsul",
+    *,
+    namespace: str = "default",
+    adapter: str = "",
+    new_tokens: int = 0,
+    mode: Mode = "fast",
+    donate: bool = True,
+    shared: tuple[str, ...] = (),
+    context: Context = "private",
+) -> Admission:
+    """The part of ``prefill`` ahead of computing: the plan, and the pages claimed for it.
+
+    Arguments and errors are those of ``prefill``.
+
+    Until every row is computed no other prompt may be planned: a walk through the tree would find the claimed pages.
+    """
     policy = get_policy(policy)
     cache.require_alive()
     check_storage(cache.config, policy)
@@ -117,8 +168,6 @@ def prefill(
     placement = assign(placement, pages)
     held = np.concatenate([np.flatnonzero(keep), pages]).astype(np.int32)
     pages, private = pages[: len(placement.fresh)], pages[len(placement.fresh) :]
-    planned = time.perf_counter()
-
     cache = next_step(cache, donate)
     for page in evicted.tolist():
         page_tree.release(cache.tree, page)
@@ -128,18 +177,7 @@ def prefill(
     cache.in_flight[held] += 1
     slots = decode_slots(placement.fresh, pages, plan.length)
     request = Request(plan, policy, key, placement.fresh, pages, private, placement.entries, slots, held, cache.clock)
-    logits = hidden = None
-    if model is not None:
-        batch = pack_batch(cache, placement, request)
-        logits, hidden, pool = run_prefill(
-            model, cache.pool, batch, blocks=blocks, cost=cost_model(model), storage=cache.config.storage,
-            keep_hidden=keep_hidden,
-        )  # fmt: skip
-        cache = dataclasses.replace(cache, pool=pool)
-        logits = jax.block_until_ready(logits)
-    computed = time.perf_counter()
-    timings = {"plan_ms": 1e3 * (planned - started), "prefill_ms": 1e3 * (computed - planned)}
-    return PrefillResult(logits, cache, request, timings, hidden)
+    return Admission(cache, request, placement, blocks)
 
 
 def complete(cache: ContentCache, request: Request, generated: np.ndarray | None = None) -> ContentCache:
