@@ -32,7 +32,7 @@ from irminsul.plan import extend_content, plan_prompt, read_content
 from irminsul.policies import Policy
 from irminsul.prefill import Request
 from irminsul.store_backend import Backend, HostTier, StoreWriteError
-from irminsul.store_catalog import Catalog, Entry
+from irminsul.store_catalog import Catalog, Entry, add_hints
 from irminsul.store_metrics import StoreMetrics
 from irminsul.store_owner import (
     Owner,
@@ -201,6 +201,7 @@ class Store:
                 cache = dataclasses.replace(cache, pool=write_pages(cache.pool, targets, contents, size))
             for page, entry, _ in found:
                 self._pages.join(cache, entry, page, owner)
+            add_hints(cache, [(page, entry.record) for page, entry, _ in found])
         return cache
 
     def _start_reading(self, entries: list[Entry]) -> dict[str, Any]:
@@ -279,6 +280,7 @@ class Store:
             entry = catalog.add(name, record, catalog.owner(owner.key))
             superseded += catalog.superseded_by(entry)
             jobs.append((page, name, record))
+        catalog.index([catalog.entries[name] for _, name, _ in jobs])
         for at in range(0, len(jobs), self._batch_pages):
             targets, names, batch = zip(*jobs[at : at + self._batch_pages], strict=True)
             places = [owner.place(name) for name in names]

@@ -16,7 +16,7 @@ from irminsul.forget import Forgotten, forget
 from irminsul.page_tree import FREE, ORPHAN, ROOT, UNKNOWN, PageTree
 from irminsul.plan import ROOT_WINDOW, PromptContent
 from irminsul.store_provenance import StoredComputations
-from irminsul.store_record import ORPHAN_NAME, ROOT_NAME, Hints, PageRecord
+from irminsul.store_record import HINT_TABLES, ORPHAN_NAME, ROOT_NAME, Hints, PageRecord
 
 SPARE_COMPUTATIONS = 256
 
@@ -74,7 +74,9 @@ class Catalog:
         return [self._entry_of_slot[slot] for slot in slots.tolist()]
 
     def add(self, name: str, record: PageRecord, owner: int) -> Entry:
-        """Files a page; its parent, and children filed before it, are linked by name. The catalog must not be full."""
+        """Files a page; its parent, and children filed before it, are linked by name. ``index`` makes it findable. The
+        catalog must not be full.
+        """
         tree = self.tree
         slot = self._free.pop()
         entry = Entry(name, record, slot)
@@ -82,13 +84,16 @@ class Catalog:
         write_tree_rows(tree, slot, record, owner, [known.get(writer, UNKNOWN) for writer in record.writers])
         tree.last_used[slot] = self.cache.clock
         page_tree.attach(tree, slot, self._slot_of_parent(record), record.parent_end)
-        add_hints(self.cache, slot, record, self.cache.clock)
         self.entries[name], self._entry_of_slot[slot] = entry, entry
         self._children.setdefault(record.parent, set()).add(name)
         for child in self._children.get(name, ()):
             link = self.entries[child]
             page_tree.attach(tree, link.slot, slot, link.record.parent_end)
         return entry
+
+    def index(self, entries: list[Entry]) -> None:
+        """Makes pages findable by their content."""
+        add_hints(self.cache, [(entry.slot, entry.record) for entry in entries])
 
     def remove(self, name: str) -> Entry:
         """Takes a page out; its children lose their left context until it comes back."""
@@ -187,12 +192,14 @@ def write_tree_rows(tree: PageTree, page: int, record: PageRecord, owner: int, w
     tree.namespace[page] = owner
 
 
-def add_hints(cache: ContentCache, page: int, record: PageRecord, clock: int) -> None:
-    """Makes the rows of a stored page findable in ``page`` of a cache."""
-    for table, hints in record.hints.items():
-        pages = np.full(len(hints.keys), page, np.int32)
+def add_hints(cache: ContentCache, pages: list[tuple[int, PageRecord]]) -> None:
+    """Makes the rows of stored pages findable in the pages of a cache that hold them, in place."""
+    for table in HINT_TABLES if pages else ():
+        hints = [record.hints[table] for _, record in pages]
+        keys, row_ends = np.concatenate([one.keys for one in hints]), np.concatenate([one.row_ends for one in hints])
+        places = np.repeat(np.array([page for page, _ in pages], np.int32), [len(one.keys) for one in hints])
         registry.insert(
-            getattr(cache.registry, table), cache.tree, hints.keys, pages, hints.row_ends.astype(np.int32), clock
+            getattr(cache.registry, table), cache.tree, keys, places, row_ends.astype(np.int32), cache.clock
         )
 
 

@@ -7,7 +7,7 @@ from irminsul import fingerprint
 from irminsul.cache_format import CacheFormat, digest
 from irminsul.provenance import NAMESPACE
 from irminsul.store_backend import Backend
-from irminsul.store_catalog import Catalog
+from irminsul.store_catalog import Catalog, Entry
 from irminsul.store_metrics import StoreMetrics
 from irminsul.store_record import StoredObjectError, decode_record, pack, read_key, unpack
 from irminsul.store_writer import Place
@@ -77,8 +77,9 @@ def open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner:
         objects = dict(_read(backend, {name: owner.computation_key(name) for name in some}, skip))
         catalog.cache = catalog.computations.file(catalog.cache, objects, owner.digest, skip)
     for some in _batches(names["index"]):
-        for page, data in _read(backend, {name: owner.place(name).record_key for name in some}, skip):
-            _file(catalog, owner, number, page, data, skip)
+        found = _read(backend, {name: owner.place(name).record_key for name in some}, skip)
+        entries = [_file(catalog, owner, number, page, data, skip) for page, data in found]
+        catalog.index([entry for entry in entries if entry is not None])
     if backend.write_allowed and not catalog.is_full():
         _sweep(backend, catalog, owner, names)
 
@@ -109,16 +110,18 @@ def _read(backend: Backend, keys: dict[str, str], skip: Callable[[str], None]) -
             yield name, data
 
 
-def _file(catalog: Catalog, owner: Owner, number: int, name: str, data: bytes, skip: Callable[[str], None]) -> None:
+def _file(
+    catalog: Catalog, owner: Owner, number: int, name: str, data: bytes, skip: Callable[[str], None]
+) -> Entry | None:
     try:
         record = decode_record(data, name, owner.digest)
     except StoredObjectError as error:
         skip(error.reason)
-        return
+        return None
     if catalog.is_full():
         skip("full")
-    elif name not in catalog.entries:
-        catalog.add(name, record, number)
+        return None
+    return None if name in catalog.entries else catalog.add(name, record, number)
 
 
 def _skip_others(backend: Backend, metrics: StoreMetrics, owner: Owner, keys: list[str]) -> None:

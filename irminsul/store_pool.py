@@ -14,7 +14,7 @@ from irminsul import page_tree
 from irminsul.cache import ContentCache
 from irminsul.page_tree import FREE, ORPHAN, ROOT, UNKNOWN, PageTree
 from irminsul.plan import EXACT, SHIFTED, PromptContent, ReusePlan
-from irminsul.store_catalog import Catalog, Entry, add_hints, hints_of_rows, read_tree_rows, write_tree_rows
+from irminsul.store_catalog import Catalog, Entry, hints_of_rows, read_tree_rows, write_tree_rows
 from irminsul.store_provenance import carry, number_in
 from irminsul.store_record import NAMED_ROWS, ORPHAN_NAME, ROOT_NAME, PageRecord, page_name
 
@@ -28,18 +28,22 @@ class PoolPages:
     def __init__(self, catalog: Catalog, owner_digest: Callable[[bytes], str]):
         self._catalog, self._owner_digest = catalog, owner_digest
         self._page_of_name: dict[str, int] = {}
-        self._name_of_page: dict[int, tuple[int, int, str]] = {}  # serial, rows and name
+        self._name_of_page: dict[int, str] = {}
+        self._named = np.zeros((2, 0), np.int32)  # serial and rows of each page when it was named; no rows: never
         self.numbers: dict[int, int] = {}
         self.clocks: dict[int, int] = {}
         self._tokens: Callable[[], Any] = lambda: None
 
     def follow(self, cache: ContentCache) -> None:
-        """Starts over if ``cache`` is not a later state of the one before: names what it holds."""
-        if self._tokens() is cache.tree.tokens:
-            return
-        self._tokens = weakref.ref(cache.tree.tokens)
-        self._page_of_name, self._name_of_page, self.numbers, self.clocks = {}, {}, {}, {}
-        for page in np.flatnonzero((cache.tree.namespace != FREE) & (cache.in_flight == 0)).tolist():
+        """Names the pages that are complete and have no name. Starts over if ``cache`` is not a later state of the one
+        before."""
+        tree = cache.tree
+        if self._tokens() is not tree.tokens:
+            self._tokens = weakref.ref(tree.tokens)
+            self._page_of_name, self._name_of_page, self.numbers, self.clocks = {}, {}, {}, {}
+            self._named = np.zeros((2, tree.num_pages), np.int32)
+        changed = (self._named != np.stack([tree.serial, tree.fill])).any(axis=0)
+        for page in np.flatnonzero(changed & (tree.namespace != FREE) & (cache.in_flight == 0)).tolist():
             self.name(page, cache)
 
     def name(self, page: int, cache: ContentCache) -> str:
@@ -64,12 +68,12 @@ class PoolPages:
 
     def _known(self, page: int, tree: PageTree) -> str | None:
         """The name a page was given, unless it has changed hands or lost rows since."""
-        serial, rows, name = self._name_of_page.get(page, (-1, 0, ""))
-        return name if (serial, rows) == (tree.serial[page], tree.fill[page]) and rows else None
+        serial, rows = self._named[:, page]
+        return self._name_of_page[page] if rows and (serial, rows) == (tree.serial[page], tree.fill[page]) else None
 
     def _remember(self, page: int, name: str, tree: PageTree) -> None:
-        self._page_of_name[name] = page
-        self._name_of_page[page] = int(tree.serial[page]), int(tree.fill[page]), name
+        self._page_of_name[name], self._name_of_page[page] = page, name
+        self._named[:, page] = tree.serial[page], tree.fill[page]
 
     # From the store to the pool
 
@@ -82,14 +86,16 @@ class PoolPages:
         return cache
 
     def join(self, cache: ContentCache, entry: Entry, page: int, owner: int) -> None:
-        """Gives a free page of the pool to a stored one: behind its parent where that is in the pool, else without."""
+        """Gives a free page of the pool to a stored one: behind its parent where that is in the pool, else without.
+
+        ``add_hints`` makes it findable.
+        """
         tree, known = cache.tree, self._catalog.computations.number_of
         computations = cache.provenance.computations
         writers = [number_in(computations, self.clocks, known.get(name, UNKNOWN)) for name in entry.record.writers]
         write_tree_rows(tree, page, entry.record, owner, writers)
         page_tree.attach(tree, page, self._parent(entry, tree), entry.record.parent_end)
         tree.last_used[page] = cache.clock
-        add_hints(cache, page, entry.record, cache.clock)
         self._remember(page, entry.name, tree)
 
     def adopt(self, tree: PageTree, entries: Iterable[Entry]) -> None:

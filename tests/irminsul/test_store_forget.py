@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from irminsul.cache import new_cache
+from irminsul.cache_key import request_key
 from irminsul.forget import forget
 from irminsul.page_tree import FREE
 from irminsul.policies import get_policy
-from irminsul.prefill import complete, prefill, request_key
+from irminsul.prefill import complete, prefill
+from irminsul.publish import publish
 from irminsul.store import Store
 from irminsul.store_backend import Backend, StoreWriteError
 from tests.irminsul.serving import random_tokens
@@ -195,3 +197,30 @@ def test_computations_that_no_page_needs_are_swept_out(config, serve, told):
         serve(store, random_tokens(98, 30))
     assert len(keys_of(told, "computations")) == 1
     assert len(keys_of(told, "index")) == len(keys_of(told, "rows")) > 0
+
+
+def test_rows_computed_from_published_ones_are_forgotten_with_them(config):
+    """Tenants are told apart by prefix; what one has read from another is noted with the one that was read."""
+    policy, context = get_policy("irminsul"), np.concatenate([HEAD[:60], SECRET, TAIL[:90]])
+    kv = memory_store()
+    with Store(kv, None, config) as store:
+        cache = publish(None, new_cache(config), context, [], namespace="library", mode="deterministic")
+        tokens = np.concatenate([context, OTHER[:100]])
+        result = prefill(None, cache, tokens, policy, namespace="ann", shared=("library",))
+        assert result.request.plan.bins["exact"] == len(context) - 1 or result.request.plan.bins["exact"] > 120
+        store.keep(complete(result.cache, result.request), result.request)
+        alone = prefill(None, new_cache(config), OTHER, policy, namespace="ann")
+        store.keep(complete(alone.cache, alone.request), alone.request)
+    kept = len(keys_of(kv, "index"))
+    with Store(kv, None, config) as store:
+        assert store.forget(SECRET, namespace="bob").rows == 0
+        assert len(keys_of(kv, "index")) == kept
+        report = store.forget(SECRET, namespace="library")
+        assert report.rows > 90
+        assert report.unknown_rows == 0
+    assert not holds(kv, SECRET)
+    with Store(kv, None, config) as store:
+        cache = new_cache(config)
+        cache = store.load(cache, request_key(cache, None, "ann", ""), OTHER, policy)
+        assert prefill(None, cache, OTHER, policy, namespace="ann").request.plan.bins["exact"] == len(OTHER) - 1
+        assert store.forget(OTHER[:9], namespace="ann").unknown_rows == 0
