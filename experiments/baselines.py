@@ -218,7 +218,7 @@ def marked_cuts(
     tokens: Int32[np.ndarray, " T"], marker: Int32[np.ndarray, " W"], config: chunking.ChunkingConfig
 ) -> Int64[np.ndarray, " K"]:
     """The chunk ends of this project, forced behind every marker."""
-    return chunking.boundaries(tokens, config, markers.marker_ends(tokens, marker)).chunk_ends
+    return chunking.boundaries(tokens, config, chunking.marker_ends(tokens, marker)).chunk_ends
 
 
 def low_bit_cuts(

@@ -64,7 +64,7 @@ class CacheConfig:
         """Entries of a page table (``S``): four a page of tokens, and never fewer than a prompt served without shifted
         rows can need (its pages are full or end a segment, so at most one a page and one a chunk)."""
         pages = -(-(self.max_prompt_tokens + self.max_new_tokens) // self.page_size)
-        return max(4 * pages, pages + self.max_prompt_tokens // self.chunking.min_tokens) + 8
+        return max(4 * pages, pages + self.chunking.most_chunks(self.max_prompt_tokens)) + 8
 
     @property
     def planned_entries(self) -> int:
@@ -76,10 +76,10 @@ class CacheConfig:
 class ContentCache:
     """Everything a cache knows. ``pool`` is None for a cache that only plans.
 
-    ``namespaces`` lists the keys (``cache_key.request_key``) in order of first use; a page belongs to one of them by index. ``in_flight`` counts, per page, the requests between ``prefill``
-    and ``complete`` that read or write it; such a page is never given away. ``clock`` counts steps; the tree counts
-    along, which is how a consumed cache is told from a current one. ``provenance`` says behind which rows each request
-    computed its own.
+    ``namespaces`` lists the keys (``cache_key.request_key``) in order of first use; a page belongs to one of them by
+    index. ``in_flight`` counts, per page, the requests between ``prefill`` and ``complete`` that read or write it; such
+    a page is never given away. ``clock`` counts steps; the tree counts along, which is how a consumed cache is told
+    from a current one. ``provenance`` says behind which rows each request computed its own.
     """
 
     pool: LatentPool | None

@@ -46,6 +46,9 @@ class ChunkingConfig:
       anchor_every: one position in so many is an anchor whatever stands around it.
       anchor_reach: every run of so many tokens holds an anchor, 0: not assured. Choose at most the shortest run that is
         reused.
+      window_tokens: a chunk longer than this is also split into windows of this many tokens, registered with it and
+        looked up where the chunk misses (S1; 128 in the paper); 0: not.
+      marker: tokens behind which a chunk always ends (S2; ``markers.find_marker``), up to 64; empty: none.
       seed: of the token mixing function.
     """
 
@@ -56,6 +59,8 @@ class ChunkingConfig:
     anchor_window: int = 32
     anchor_every: int = 32
     anchor_reach: int = 64
+    window_tokens: int = 0
+    marker: tuple[int, ...] = ()
     seed: int = 0
 
     def __post_init__(self):
@@ -78,6 +83,10 @@ class ChunkingConfig:
                 f"anchor_reach = {self.anchor_reach}: a run shorter than anchor_window = {self.anchor_window} holds no "
                 "whole anchor; give a number from there to 2**20, or 0"
             )
+        if self.window_tokens < 0:
+            raise ValueError(f"window_tokens = {self.window_tokens}: give the length of a window, or 0")
+        if len(self.marker) > GEAR_WINDOW:
+            raise ValueError(f"marker holds {len(self.marker)} tokens: give at most {GEAR_WINDOW}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed = {self.seed}: give a number from 0 to 2**64 - 1")
 
@@ -125,6 +134,16 @@ class ChunkingConfig:
         return 1 / (1 / self.anchor_every + winnowed)
 
     @property
+    def marker_distance(self) -> int:
+        """The fewest tokens from one occurrence of the marker to the next; 0 without a marker."""
+        marker, size = self.marker, len(self.marker)
+        return next((step for step in range(1, size) if marker[step:] == marker[: size - step]), size)
+
+    def most_chunks(self, tokens: int) -> int:
+        """No prompt of so many tokens has more chunks, the one at its end aside."""
+        return tokens // self.min_tokens + (tokens // self.marker_distance if self.marker else 0)
+
+    @property
     def gear_offset(self) -> int:
         """Added to a token id before mixing; mixed itself, so that neighbouring seeds share nothing."""
         return _splitmix64(self.seed)
@@ -155,11 +174,11 @@ def boundaries(
 
     A chunk ends behind the first token at which it has at least `min_tokens` and the hash is below the threshold with
     64 tokens seen; else at `max_tokens`. A segment ends where a chunk does and the hash is below the rarer threshold.
-    An anchor ends where the hash over `anchor_window` tokens is below its threshold, or the lowest that some run of
-    `anchor_reach` tokens holds.
+    The marker of `config` ends a chunk, too. An anchor ends where the hash over `anchor_window` tokens is below its
+    threshold, or the lowest that some run of `anchor_reach` tokens holds.
 
     Args:
-      forced: exclusive ends where a chunk ends whatever the clamps say, as `markers.marker_ends` gives.
+      forced: further exclusive ends where a chunk ends whatever the clamps say.
 
     Raises:
       ValueError: a forced end outside 1..T.
@@ -167,6 +186,9 @@ def boundaries(
     total = tokens.size
     if forced is not None and forced.size and not 1 <= forced.min() <= forced.max() <= total:
         raise ValueError(f"forced = {forced.min()}..{forced.max()}: cuts must lie within 1..{total}, the tokens given")
+    if config.marker:
+        marked = marker_ends(tokens, np.array(config.marker, np.int32))
+        forced = marked if forced is None else np.union1d(forced, marked)
     natural, rare = ([np.empty(0, np.int64)] for _ in range(2))
     ends_anchor = np.zeros(total + 1, bool)
     before = np.empty(0, np.uint64)  # anchor hashes of the last places of the block before
@@ -215,6 +237,14 @@ def _clamp(natural: np.ndarray, forced: np.ndarray | None, total: int, config: C
             start = place
             ends.append(start)
     return np.array(ends, np.int64)
+
+
+def marker_ends(tokens: Integer[np.ndarray, " T"], marker: Integer[np.ndarray, " W"]) -> Int64[np.ndarray, " F"]:
+    """Exclusive ends of the marker's occurrences."""
+    begins = np.arange(max(0, tokens.size - marker.size + 1), dtype=np.int64)
+    for place, token in enumerate(marker.tolist()):  # few candidates survive the first token
+        begins = begins[tokens[begins + place] == token]
+    return begins + marker.size
 
 
 def rolling_hashes(
@@ -286,6 +316,17 @@ def windows(begin: int, end: int, size: int = 128) -> tuple[Int64[np.ndarray, " 
     """Begins and ends of the fixed windows (S1) that split ``[begin, end)``; the last may be shorter than `size`."""
     begins = np.arange(begin, end, size, dtype=np.int64)
     return begins, np.minimum(begins + size, end)
+
+
+def windows_of_chunks(
+    chunk_begins: Int64[np.ndarray, " K"], chunk_ends: Int64[np.ndarray, " K"], size: int
+) -> tuple[Int64[np.ndarray, " W"], Int64[np.ndarray, " W"]]:
+    """Chunk and exclusive end of every whole window (S1) of the chunks that are longer than one, in order."""
+    lengths = chunk_ends - chunk_begins
+    counts = np.where(lengths > size, lengths // size, 0) if size else np.zeros_like(lengths)
+    chunk = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(chunk)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return chunk, chunk_begins[chunk] + (number + 1) * size
 
 
 def forced_mask(forced: Integer[np.ndarray, " F"], total: int) -> Bool[np.ndarray, " T"]:

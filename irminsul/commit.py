@@ -131,7 +131,8 @@ def _insert_hints(
         last = last[here]
         registry.insert(table, tree, names[here], page_of[last], row_of[last] + 1, cache.clock)
 
-    anchors_and_chunks = [content.anchor_fingerprints, content.chunk_fingerprints]
-    add(hints.content, [content.anchor_ends, content.chunk_ends], anchors_and_chunks, len(content.tokens))
+    ends = [content.anchor_ends, content.chunk_ends, content.window_ends]
+    names = [content.anchor_fingerprints, content.chunk_fingerprints, content.window_fingerprints]
+    add(hints.content, ends, names, len(content.tokens))
     chains = [content.chain_fingerprints, np.array([content.root_fingerprint])]
     add(hints.chain, [content.chunk_ends, np.array([ROOT_WINDOW])], chains, min(len(content.tokens), pure_end))

@@ -72,13 +72,16 @@ def boundaries(
     """Chunk, segment and anchor ends of the first `length` tokens.
 
     Args:
-      forced: true at tokens behind which a chunk ends whatever the clamps say.
-      chunk_capacity: static; by default ``T // min_tokens + 1``, enough for any prompt whose forced cuts are at least
-        ``2 min_tokens`` apart.
+      forced: true at further tokens behind which a chunk ends whatever the clamps say.
+      chunk_capacity: static; by default enough for any prompt whose further forced cuts are at least ``2 min_tokens``
+        apart.
       anchor_capacity: static; by default T, enough for any prompt.
     """
     total = tokens.shape[0]
-    chunk_capacity = total // config.min_tokens + 1 if chunk_capacity is None else chunk_capacity
+    chunk_capacity = config.most_chunks(total) + 1 if chunk_capacity is None else chunk_capacity
+    if config.marker:
+        marked = marker_mask(tokens, jnp.array(config.marker, jnp.int32))
+        forced = marked if forced is None else forced | marked
     anchor_capacity = total if anchor_capacity is None else anchor_capacity
     length = jnp.asarray(length, jnp.int32)
     anchor_hashes, hashes = rolling_hashes(tokens, config, (config.anchor_window, GEAR_WINDOW))

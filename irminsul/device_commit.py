@@ -139,13 +139,13 @@ def _insert_hints(
     def insert(
         table: device_registry.DeviceHintTable,
         ends: Int32[Array, " n"],
-        keys: tuple[UInt64, UInt64],
+        keys: tuple[UInt64, ...],
         real: Bool[Array, " n"],
     ) -> device_registry.DeviceHintTable:
         last = ends - 1
-        both = UInt64(jnp.append(keys[0].high, keys[1].high), jnp.append(keys[0].low, keys[1].low))
+        names = UInt64(*map(jnp.hstack, zip(*keys, strict=True)))
         here = real & (page_of[last] >= 0)
-        return device_registry.insert(table, cache.tree, both, here, page_of[last], row_of[last] + 1, cache.tree.clock)
+        return device_registry.insert(table, cache.tree, names, here, page_of[last], row_of[last] + 1, cache.tree.clock)
 
     root_end = jnp.array([ROOT_WINDOW], jnp.int32)
     chain_ends = jnp.append(content.chunk_ends, root_end)
@@ -153,9 +153,9 @@ def _insert_hints(
         cache,
         content=insert(
             cache.content,
-            jnp.append(content.anchor_ends, content.chunk_ends),
-            (content.anchor_fingerprints, content.chunk_fingerprints),
-            jnp.append(real_anchor, real_chunk),
+            jnp.concatenate([content.anchor_ends, content.chunk_ends, content.window_ends.reshape(-1)]),
+            (content.anchor_fingerprints, content.chunk_fingerprints, content.window_fingerprints),
+            jnp.concatenate([real_anchor, real_chunk, content.window_real.reshape(-1)]),
         ),
         chain=insert(
             cache.chain,

@@ -48,7 +48,7 @@ def fresh_capacity(config: CacheConfig, policy: Policy) -> int:
     """More fresh pages than a prompt can need: each ends full, with a segment, or with a run of computed tokens."""
     tokens = config.max_prompt_tokens
     runs = 1 if policy.shifted != "serve" else tokens // policy.min_reuse + 1
-    return min(config.num_pages, tokens // config.page_size + tokens // config.chunking.min_tokens + 1 + runs)
+    return min(config.num_pages, tokens // config.page_size + config.chunking.most_chunks(tokens) + 1 + runs)
 
 
 def place(

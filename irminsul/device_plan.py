@@ -29,7 +29,7 @@ class DeviceContent(NamedTuple):
     """``plan.PromptContent`` with capacities: ``P`` tokens, ``K`` chunks, ``A`` anchors.
 
     Ends behind the first ``num_chunks`` and ``num_anchors`` are ``length``. ``starts_segment`` marks the tokens that go
-    to a fresh page.
+    to a fresh page. A chunk has up to ``W`` windows; fingerprints ``[K W]`` are flat.
     """
 
     tokens: Int32[Array, " P"]
@@ -42,6 +42,10 @@ class DeviceContent(NamedTuple):
     anchor_ends: Int32[Array, " A"]
     num_anchors: Int32[Array, ""]
     anchor_fingerprints: UInt64
+    window_ends: Int32[Array, "K W"]
+    window_real: Bool[Array, "K W"]
+    window_fingerprints: UInt64
+    window_tokens: int
     starts_segment: Bool[Array, " P"]
 
 
@@ -106,6 +110,11 @@ def read_content(
     longest = max(config.anchor_window, ROOT_WINDOW)
     windows = xxhash64.range_fingerprints(seed, tokens, window_begins, window_ends, longest)
     root = UInt64(windows.high[-1:], windows.low[-1:])
+    number = jnp.arange(1, 1 + (config.max_tokens // config.window_tokens if config.window_tokens else 0))
+    window_ends = begins[:, None] + number[None] * config.window_tokens
+    longer = cuts.chunk_ends - begins > config.window_tokens
+    window_real = (window_ends <= cuts.chunk_ends[:, None]) & longer[:, None]
+    window_ends = jnp.where(window_real, window_ends, length).astype(jnp.int32)
     segments = jnp.where(cuts.ends_segment & (cuts.chunk_ends < length), cuts.chunk_ends, capacity)
     return DeviceContent(
         tokens=tokens,
@@ -118,6 +127,12 @@ def read_content(
         anchor_ends=cuts.anchor_ends,
         num_anchors=cuts.num_anchors,
         anchor_fingerprints=UInt64(windows.high[:-1], windows.low[:-1]),
+        window_ends=window_ends,
+        window_real=window_real,
+        window_fingerprints=xxhash64.range_fingerprints(
+            seed, tokens, window_ends.reshape(-1) - config.window_tokens, window_ends.reshape(-1), config.window_tokens
+        ),
+        window_tokens=config.window_tokens,
         starts_segment=jnp.zeros(capacity, bool).at[segments].set(True, mode="drop"),
     )
 
@@ -205,8 +220,8 @@ def _shifted_spans(
     """Greedy left-to-right cover of ``[exact_end, length - 1)`` by shifted spans; writes the bins of what it looks
     at."""
     begin, stop = plan.exact_end, content.length - 1
-    ends, keys, lengths, count = _candidates(content, policy, anchor_window)
-    possible = (jnp.arange(ends.shape[0]) < count) & (ends > begin) & (ends <= stop) & may.look
+    ends, keys, lengths, passed, real = _candidates(content, policy, anchor_window)
+    possible = real & (ends > begin) & (ends <= stop) & may.look
     found = lookup(hints, tree, keys)
     live, stale = found.live & possible[:, None], found.stale & possible[:, None]
     gone = jnp.any(stale, axis=1) & ~jnp.any(live, axis=1)
@@ -224,8 +239,8 @@ def _shifted_spans(
         trail, match, verified = _grow(tree, content.tokens, plan.trail, position, end, length, stop, place, policy)
         plan, position = _accept(tree, policy, plan._replace(trail=trail), match, position)
         # Behind a verified hint come the candidates that end behind the position reached; else the next hint.
-        passed = jnp.maximum(candidate + 1, jnp.searchsorted(ends, position, side="right").astype(jnp.int32))
-        return order[jnp.where(verified, jnp.minimum(WAYS * passed, last), at + 1)], position, plan
+        next_one = jnp.maximum(candidate + 1, jnp.searchsorted(passed, position, side="right").astype(jnp.int32))
+        return order[jnp.where(verified, jnp.minimum(WAYS * next_one, last), at + 1)], position, plan
 
     state = (order[0], begin, plan._replace(bin_of_token=bins))
     plan = lax.while_loop(lambda state: state[0] < last, step, state)[2]
@@ -234,13 +249,27 @@ def _shifted_spans(
 
 def _candidates(
     content: DeviceContent, policy: Policy, anchor_window: int
-) -> tuple[Int32[Array, " n"], UInt64, Int32[Array, " n"], Int32[Array, ""]]:
-    """Ends, fingerprints, lengths and number of the ranges to look up, in prompt order."""
+) -> tuple[Int32[Array, " n"], UInt64, Int32[Array, " n"], Int32[Array, " n"], Bool[Array, " n"]]:
+    """Ends, fingerprints and lengths of the ranges to look up, in order, the position behind which each is passed over,
+    and which of them are real. A chunk comes before its windows."""
     if policy.discovery == "anchors":
         lengths = jnp.full_like(content.anchor_ends, anchor_window)
-        return content.anchor_ends, content.anchor_fingerprints, lengths, content.num_anchors
+        real = jnp.arange(lengths.shape[0]) < content.num_anchors
+        return content.anchor_ends, content.anchor_fingerprints, lengths, content.anchor_ends, real
+    chunks, windows = content.window_ends.shape
     lengths = jnp.diff(content.chunk_ends, prepend=jnp.int32(0))
-    return content.chunk_ends, content.chunk_fingerprints, lengths, content.num_chunks
+    real = jnp.arange(chunks) < content.num_chunks
+
+    def merged(of_chunk: Array, of_window: Array) -> Array:
+        return jnp.concatenate([of_chunk[:, None], of_window.reshape(chunks, windows)], axis=1).reshape(-1)
+
+    return (
+        merged(content.chunk_ends, content.window_ends),
+        UInt64(*map(merged, content.chunk_fingerprints, content.window_fingerprints)),
+        merged(lengths, jnp.full_like(content.window_ends, content.window_tokens)),
+        jnp.repeat(content.chunk_ends, 1 + windows),
+        merged(real, content.window_real),
+    )
 
 
 def _covered(
@@ -267,7 +296,7 @@ def _grow(
     if not policy.extension:
         floor = jnp.maximum(floor, end - length)
     walk = walk_left(tree, tokens, trail, end, *place, floor)
-    verified = end - walk.begin >= jnp.minimum(length, end - floor)
+    verified = (end > floor) & (end - walk.begin >= jnp.minimum(length, end - floor))
     trail, reached = walk.trail, end
     if policy.extension:
         trail, reached = walk_right(tree, tokens, trail, end, *place, jnp.where(verified, stop, end), pure=False)

@@ -128,6 +128,7 @@ def _drop_hints(cache: ContentCache, reached: dict[int, int], kept: Int64[np.nda
         keys["content"] += [
             content.anchor_fingerprints[content.anchor_ends > begin],
             content.chunk_fingerprints[content.chunk_ends > begin],
+            content.window_fingerprints[content.window_ends > begin],
         ]
         root = np.array([content.root_fingerprint])[: int(begin < ROOT_WINDOW)]
         keys["chain"] += [content.chain_fingerprints[content.chunk_ends > begin], root]

@@ -4,12 +4,19 @@ Text put between two markers is cut the same way wherever it stands, even where 
 rolling hash by itself would never cut. The marker is searched so that the hash fires on its last token; the cut is also
 forced, since a cut less than `min_tokens` earlier, such as the max clamp inside the marker, would suppress it. An
 anchor ends there, too, so that a plan that looks anchors up finds the marker and grows into the text beside it.
+
+A cache serves with a marker when its chunking config holds it::
+
+    marker = find_marker(seed, ordinary_ids, chunking)
+    config = CacheConfig(..., chunking=with_marker(chunking, marker))
+    engine.serve(wrap([document, document], marker))
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer
+from jaxtyping import Int32, Integer
 
 from irminsul.chunking import GEAR_WINDOW, ChunkingConfig, gear
 
@@ -44,12 +51,9 @@ def find_marker(
             return trials[firing[0]]
 
 
-def marker_ends(tokens: Integer[np.ndarray, " T"], marker: Integer[np.ndarray, " W"]) -> Int64[np.ndarray, " F"]:
-    """Exclusive ends of the marker's occurrences: the `forced` cuts of `chunking.chunk_ends`."""
-    begins = np.arange(max(0, tokens.size - marker.size + 1), dtype=np.int64)
-    for place, token in enumerate(marker.tolist()):  # few candidates survive the first token
-        begins = begins[tokens[begins + place] == token]
-    return begins + marker.size
+def with_marker(config: ChunkingConfig, marker: Integer[np.ndarray, " W"]) -> ChunkingConfig:
+    """The config under which every occurrence of `marker` ends a chunk, on the host and inside ``jit``."""
+    return dataclasses.replace(config, marker=tuple(int(token) for token in marker))
 
 
 def wrap(regions: Sequence[Integer[np.ndarray, " _"]], marker: Integer[np.ndarray, " W"]) -> Int32[np.ndarray, " T"]:

@@ -33,7 +33,8 @@ class PromptContent:
 
     Ends are exclusive token indices. ``chunk_ends`` finishes with the prompt's length; ``segment_ends`` are the chunk
     ends behind which a fresh page starts. ``root_fingerprint`` is the chain fingerprint of the first ``ROOT_WINDOW``
-    tokens, by which prompts too short to hold a whole chunk find each other.
+    tokens, by which prompts too short to hold a whole chunk find each other. ``window_chunks`` says which chunk each
+    window (S1) is a part of.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -44,6 +45,10 @@ class PromptContent:
     root_fingerprint: np.uint64
     anchor_ends: np.ndarray
     anchor_fingerprints: UInt64[np.ndarray, " A"]
+    window_chunks: np.ndarray
+    window_ends: np.ndarray
+    window_fingerprints: UInt64[np.ndarray, " W"]
+    window_tokens: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +109,7 @@ def read_content(
     begins = np.concatenate([np.zeros(1, cuts.chunk_ends.dtype), cuts.chunk_ends[:-1]])
     chunk_fingerprints = fingerprint.range_fingerprints(seed, tokens, begins, cuts.chunk_ends, hash_function)
     root = fingerprint.range_fingerprints(seed, tokens, np.zeros(1, np.int64), np.array([ROOT_WINDOW]), hash_function)
+    window_chunks, window_ends = chunking.windows_of_chunks(begins, cuts.chunk_ends, config.window_tokens)
     return PromptContent(
         tokens=tokens,
         chunk_ends=cuts.chunk_ends,
@@ -115,6 +121,12 @@ def read_content(
         anchor_fingerprints=fingerprint.range_fingerprints(
             seed, tokens, cuts.anchor_ends - config.anchor_window, cuts.anchor_ends, hash_function
         ),
+        window_chunks=window_chunks,
+        window_ends=window_ends,
+        window_fingerprints=fingerprint.range_fingerprints(
+            seed, tokens, window_ends - config.window_tokens, window_ends, hash_function
+        ),
+        window_tokens=config.window_tokens,
     )
 
 
@@ -145,7 +157,10 @@ def extend_content(
     def fingerprints(begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
         return fingerprint.range_fingerprints(seed, tokens, begins, ends, hash_function)
 
-    chunks = fingerprints(np.concatenate([[begin], chunk_ends[:-1]]), chunk_ends)
+    begins = np.concatenate([[begin], chunk_ends[:-1]])
+    chunks = fingerprints(begins, chunk_ends)
+    window_chunks, window_ends = chunking.windows_of_chunks(begins, chunk_ends, config.window_tokens)
+    windows = int(np.searchsorted(content.window_chunks, kept))
     chain = fingerprint.chain_fingerprints(int(content.chain_fingerprints[kept - 1]), chunks, hash_function)
     anchors = int(np.searchsorted(content.anchor_ends, settled, side="right"))
     segments = int(np.searchsorted(content.segment_ends, begin, side="right"))
@@ -160,6 +175,12 @@ def extend_content(
         anchor_fingerprints=np.concatenate(
             [content.anchor_fingerprints[:anchors], fingerprints(anchor_ends - config.anchor_window, anchor_ends)]
         ),
+        window_chunks=np.concatenate([content.window_chunks[:windows], window_chunks + kept]),
+        window_ends=np.concatenate([content.window_ends[:windows], window_ends]),
+        window_fingerprints=np.concatenate(
+            [content.window_fingerprints[:windows], fingerprints(window_ends - config.window_tokens, window_ends)]
+        ),
+        window_tokens=config.window_tokens,
     )
 
 
@@ -180,8 +201,8 @@ def plan_prompt(
       namespace: the owner id that pages must carry to be used.
       max_entries: of the page table; None for no limit.
       shared: other namespaces to read.
-      isolated: spans that rows computed behind the sink alone can serve (``sources.isolated_spans``). An exact prefix ends where
-        they begin, so that the plan does not depend on what else is stored.
+      isolated: spans that rows computed behind the sink alone can serve (``sources.isolated_spans``). An exact prefix
+        ends where they begin, so that the plan does not depend on what else is stored.
     """
     tokens = content.tokens
     readable = (Readable(namespace, content), *shared)
@@ -304,9 +325,9 @@ def _shifted_spans(
     tokens, stop = readable[0].content.tokens, len(readable[0].content.tokens) - 1
     found = []
     for one in readable:
-        ends, keys, lengths = _candidates(one.content, policy, anchor_window)
+        ends, keys, lengths, passed = _candidates(one.content, policy, anchor_window)
         keep = (ends > begin) & (ends <= stop)
-        ends, keys, lengths = ends[keep], keys[keep], lengths[keep]
+        ends, keys, lengths, passed = ends[keep], keys[keep], lengths[keep], passed[keep]
         found.append(registry.lookup(hints.content, tree, keys))
     live, stale = np.concatenate([one[0] for one in found], axis=1), np.concatenate([one[1] for one in found], axis=1)
     bucket = np.stack([one[2] for one in found], axis=1)
@@ -320,6 +341,9 @@ def _shifted_spans(
     while at < len(hits):
         candidate = hits[at]
         end, length = int(ends[candidate]), int(lengths[candidate])
+        if end <= position:  # a window of a chunk whose beginning has been served
+            at += 1
+            continue
         for way in np.flatnonzero(live[candidate]):
             reader, slot = divmod(way, registry.WAYS)
             page = int(hints.content.page[bucket[candidate, reader], slot])
@@ -331,16 +355,25 @@ def _shifted_spans(
                 continue
             position = _accept(pieces, tree.base_position, policy, bins, spans)
             break
-        at = max(at + 1, int(np.searchsorted(ends[hits], position, side="right")))
+        at = max(at + 1, int(np.searchsorted(passed[hits], position, side="right")))
     return _long_enough(spans, begin, policy, bins)
 
 
 def _candidates(content: PromptContent, policy: Policy, anchor_window: int) -> tuple[np.ndarray, ...]:
-    """Ends, fingerprints and lengths of the ranges to look up, in prompt order."""
+    """Ends, fingerprints and lengths of the ranges to look up, in order, and the position behind which each is passed
+    over: every chunk comes before its windows, which are looked at where it misses."""
     if policy.discovery == "anchors":
-        return content.anchor_ends, content.anchor_fingerprints, np.full(len(content.anchor_ends), anchor_window)
-    begins = np.concatenate([[0], content.chunk_ends[:-1]])
-    return content.chunk_ends, content.chunk_fingerprints, content.chunk_ends - begins
+        lengths = np.full(len(content.anchor_ends), anchor_window)
+        return content.anchor_ends, content.anchor_fingerprints, lengths, content.anchor_ends
+    lengths = np.diff(content.chunk_ends, prepend=0)
+    chunk = np.concatenate([np.arange(len(lengths)), content.window_chunks])
+    order = np.argsort(chunk, kind="stable")
+    return (
+        np.concatenate([content.chunk_ends, content.window_ends])[order],
+        np.concatenate([content.chunk_fingerprints, content.window_fingerprints])[order],
+        np.concatenate([lengths, np.full(len(content.window_ends), content.window_tokens)])[order],
+        content.chunk_ends[chunk[order]],
+    )
 
 
 def _grow(

@@ -154,6 +154,20 @@ def test_turns_equal_the_engine_under_other_policies(policy):
     assert (totals["exact"] > 0) == policy.exact
 
 
+def test_turns_equal_the_engine_with_windows_and_markers():
+    marker = (3, 1, 4, 1, 5, 9, 2, 6)
+    split = {**LAYOUT, "chunking": dataclasses.replace(SMALL, window_tokens=11, marker=marker)}
+    rng = np.random.default_rng(0)
+    prompts = random_session(3, 17)
+    prompts = [
+        np.insert(one, rng.integers(0, len(one), 3).repeat(len(marker)), marker * 3)[:CAPACITY] for one in prompts
+    ]
+    policy = get_policy("irminsul", discovery="chunks", extension=False, **SHORT_REUSE)
+    totals, _ = compare_session(CacheConfig(num_pages=61, **split), policy, prompts, [0] * 17)
+    assert totals["shifted"] > 200
+    assert totals["exact"] > 300
+
+
 def test_bad_requests_are_refused_and_change_nothing():
     config, policy = NarrowTable(num_pages=19, **LAYOUT), get_policy("irminsul", **SHORT_REUSE)
     step, prompt = compiled_turn(config, policy), np.arange(101)

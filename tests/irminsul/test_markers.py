@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from irminsul import chunking, device_chunking, markers
-from irminsul.chunking import ChunkingConfig
-from irminsul.markers import find_marker, marker_ends, wrap
+from irminsul.chunking import ChunkingConfig, marker_ends
+from irminsul.markers import find_marker, with_marker, wrap
 
 CONFIG = ChunkingConfig()
 MARKER = find_marker(0, np.arange(100, 4099), CONFIG)
@@ -100,11 +100,11 @@ def test_device_cuts_at_markers():
     tokens = np.concatenate([np.resize(random_tokens(2, 16), 455), wrap([random_tokens(5, 300)], MARKER)])
     forced = marker_ends(tokens, MARKER)
     host = chunking.boundaries(tokens, CONFIG, forced)
+    assert host.chunk_ends.tolist() == chunking.boundaries(tokens, with_marker(CONFIG, MARKER)).chunk_ends.tolist()
 
     @jax.jit
     def cut(values):
-        mask = device_chunking.marker_mask(values, jnp.asarray(MARKER))
-        return device_chunking.boundaries(values, values.shape[0], CONFIG, mask)
+        return device_chunking.boundaries(values, values.shape[0], with_marker(CONFIG, MARKER))
 
     device = cut(tokens)
     assert device.chunk_ends[: int(device.num_chunks)].tolist() == host.chunk_ends.tolist()

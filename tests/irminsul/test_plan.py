@@ -21,6 +21,7 @@ from tests.irminsul.conftest import SMALL_CHUNKS, TINY_MLA
 from tests.irminsul.serving import edits, prompts, random_tokens
 
 LIMIT = 300
+SPLIT_CHUNKS = dataclasses.replace(SMALL_CHUNKS, window_tokens=11, marker=(3, 1, 4, 1, 5, 9, 2, 6))
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 EAGER = get_policy("irminsul", min_reuse=16, sink_tokens=8)
 PLAIN = [policy for policy in POLICIES.values() if policy.repair == "none"]  # the others: test_repair.py
@@ -225,13 +226,15 @@ def use_constant_hash(patch):
 @given(
     seed=st.integers(0, 2**32),
     split=st.integers(1, 2999),
-    chunks=st.sampled_from([SMALL_CHUNKS, ChunkingConfig(), ChunkingConfig(8, 16, 40, 128, 16, 4)]),
+    chunks=st.sampled_from([SMALL_CHUNKS, ChunkingConfig(), ChunkingConfig(8, 16, 40, 128, 16, 4), SPLIT_CHUNKS]),
 )
 def test_a_response_extends_what_was_read_of_the_prompt(seed, split, chunks):
     """As if prompt and response had been read as one; on periodic text, where only the clamps cut, too."""
     generator = np.random.default_rng(seed)
     tokens = generator.integers(0, 9973, 3000).astype(np.int32)
     tokens[1000:1900] = np.resize(tokens[:7], 900)
+    for place in generator.integers(0, 2980, 20).tolist():
+        tokens[place : place + len(SPLIT_CHUNKS.marker)] = SPLIT_CHUNKS.marker
     extended = extend_content(read_content(tokens[:split], chunks, b"key"), tokens[split:], chunks, b"key")
     whole = read_content(tokens, chunks, b"key")
     for field in dataclasses.fields(whole):
