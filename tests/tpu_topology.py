@@ -20,15 +20,21 @@ def chip(name):
     """The sharding that means one chip of the kind; skips the test where the library is missing."""
     if not LIBRARY.is_file():
         pytest.skip("libtpu is not in this environment: `make test` installs requirements-tpu.lock into .venv/tpu")
-    settings = {"TPU_LIBRARY_PATH": str(LIBRARY), "TPU_SKIP_MDS_QUERY": "1", "TPU_LOG_DIR": "disabled"}
+    settings = {
+        "TPU_LIBRARY_PATH": str(LIBRARY),
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several test processes may compile at once
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_LOG_DIR": "disabled",
+    }
     os.environ.update({key: value for key, value in settings.items() if key not in os.environ})
     topology = topologies.get_topology_desc(platform="tpu", topology_name=f"{name}:2x2")
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
-def compile_for(name, function, *arguments, **jit_options):
-    """``function`` compiled for one chip; arguments may be arrays or shapes."""
+def compile_for(name, jitted, *arguments, **static):
+    """A jitted function compiled for one chip, which it takes for its default device; arguments may be shapes."""
     sharding = chip(name)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-    traced = jax.jit(function, **jit_options).trace(*shapes)
+    with jax.default_device(*sharding.device_set):
+        traced = jitted.trace(*shapes, **static)
     return traced.lower(lowering_platforms=("tpu",)).compile()
