@@ -147,6 +147,11 @@ def _target_device() -> jax.Device:
     return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
+def hopper_available() -> bool:
+    """Whether programs are compiled for an NVIDIA Hopper GPU."""
+    return _is_hopper(_target_device())
+
+
 def _is_hopper(device: jax.Device) -> bool:
     return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
 

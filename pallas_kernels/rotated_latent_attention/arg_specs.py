@@ -18,6 +18,8 @@ from pallas_kernels.rotary import rotary_table
 DeltaPattern = Literal["none", "every_8_pages", "every_page"]
 # Rows missing at the end of a span of equal distance: a stored segment seldom fills its last page.
 SPAN_TAIL = 27
+# Distances differ from one span to the next and repeat after this many, within what a rotary table can turn by.
+DISTANCES, DISTANCE_STEP = 1009, 4099
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,27 @@ def entries(spec: ArgSpec) -> list[tuple[int, int, int, int]]:
         if span is not None:
             begin = int(len(listed) % span == 0)
             end -= min(SPAN_TAIL, spec.page_size // 2) * (len(listed) % span == span - 1)
-            delta = 1 + 4099 * (len(listed) // span)
+            delta = 1 + DISTANCE_STEP * (len(listed) // span % DISTANCES)
         end = min(end, begin + spec.kv_length - position)
         listed.append((begin, end, position, delta))
         position += end - begin
     return listed
 
 
-def arguments(spec: ArgSpec, seed: int = 0) -> dict[str, Any]:
-    """Random keyword arguments of ``rotated_latent_attention``: a pool of two layers of which layer 1 is read."""
+def frequencies(spec: ArgSpec) -> np.ndarray:
+    """Radians per position of each rotary pair, float64; pairs are interleaved."""
+    return 10000.0 ** (-np.arange(spec.rope_width // 2) / (spec.rope_width // 2))
+
+
+def arguments(spec: ArgSpec, seed: int = 0, *, layers: int = 2, capacity: int = 0) -> dict[str, Any]:
+    """Random keyword arguments of ``rotated_latent_attention``: a pool of ``layers`` layers of which layer 1 is read.
+
+    Tables are padded to ``capacity`` entries, each with a page in the pool, so that specs that differ in
+    ``delta_pattern`` alone have arguments of the same shapes.
+    """
     rng = np.random.default_rng(seed)
     listed = np.asarray(entries(spec), np.int32)
+    listed = np.pad(listed, ((0, max(0, capacity - len(listed))), (0, 0)))
     count = len(listed)
     num_pages = spec.requests * count
     page_id = rng.permutation(num_pages).astype(np.int32).reshape(spec.requests, count)
@@ -83,17 +95,16 @@ def arguments(spec: ArgSpec, seed: int = 0) -> dict[str, Any]:
     table = PageTable(*(jnp.asarray(field, jnp.int32) for field in (page_id, begin, end, target, target + delta)))
     tokens = spec.requests * spec.query_tokens
     position = np.tile(np.arange(spec.kv_length - spec.query_tokens, spec.kv_length), spec.requests)
-    frequencies = 10000.0 ** (-np.arange(spec.rope_width // 2) / (spec.rope_width // 2))
     return {
         "q_latent": _normal(rng, (tokens, spec.heads, spec.latent_width), spec.dtype),
         "q_rope": _normal(rng, (tokens, spec.heads, spec.rope_width), spec.dtype),
         "query_position": jnp.asarray(position, jnp.int32),
         "query_offsets": jnp.arange(spec.requests + 1, dtype=jnp.int32) * spec.query_tokens,
-        "latent_pages": _normal(rng, (2, num_pages, spec.page_size, spec.latent_width), spec.dtype),
-        "rope_pages": _normal(rng, (2, num_pages, spec.page_size, spec.rope_width), spec.dtype),
+        "latent_pages": _normal(rng, (layers, num_pages, spec.page_size, spec.latent_width), spec.dtype),
+        "rope_pages": _normal(rng, (layers, num_pages, spec.page_size, spec.rope_width), spec.dtype),
         "layer": jnp.int32(1),
         "page_table": table,
-        "rotary": rotary_table(frequencies, interleaved=True),
+        "rotary": rotary_table(frequencies(spec), interleaved=True),
         "scale": float((128 + spec.rope_width) ** -0.5),
     }
 

@@ -1,8 +1,8 @@
-"""Tokens times heads as tiles of 64 rows, and the share of the page table that each work item reads.
+"""Tokens times heads as tiles of query rows, and the share of the page table that each work item reads.
 
-Tensor cores take 64 rows at a time. Queries of one token see the same rows whatever their head, and tokens of one
-request share a table, so a tile holds ``64 / H`` tokens of one request, or 64 of the heads of one token where ``H`` is
-larger. Long tables are cut into ``splits`` parts whose results are merged by their log-sum-exp (FlashDecoding).
+Queries of one token see the same rows whatever their head, and tokens of one request share a table. A tile of ``rows``
+query rows holds ``rows / H`` tokens of one request, or ``rows`` of the heads of one token where ``H`` is larger. Long
+tables are cut into ``splits`` parts whose results are merged by their log-sum-exp (FlashDecoding).
 """
 
 import math
@@ -14,66 +14,90 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.page_table import PageTable
 
+# What a tensor core takes at a time.
 TILE_ROWS = 64
 
 
 @struct.dataclass
 class Tiles:
-    """Which token and which heads each tile holds: ``W`` tiles of ``K`` tokens; a token of -1 is padding."""
+    """Which token and which heads each tile holds: ``W`` tiles of ``K`` tokens; a token of -1 is padding.
+
+    ``first`` and ``last`` are the least and the greatest position of a tile's tokens, -1 if it has none.
+    """
 
     token: Int[Array, "W K"]
     request: Int[Array, " W"]
-    position: Int[Array, "W 64"]
+    position: Int[Array, "W Q"]
+    first: Int[Array, " W"]
+    last: Int[Array, " W"]
     heads: int = struct.field(pytree_node=False)
 
     @property
     def groups(self) -> int:
         """Tiles a token needs."""
-        return max(1, self.heads // TILE_ROWS)
+        return max(1, self.heads // self.position.shape[1])
+
+    @property
+    def in_order(self) -> bool:
+        """Whether tiles are the rows of ``[M, H]`` as they stand, so that nothing has to move."""
+        return self.token.shape[1] == 1
 
 
-def tile_queries(query_position: Int[Array, " M"], query_offsets: Int[Array, " B1"], heads: int) -> Tiles:
+def tile_queries(
+    query_position: Int[Array, " M"], query_offsets: Int[Array, " B1"], heads: int, rows: int = TILE_ROWS
+) -> Tiles:
     """Lays the tokens of each request into tiles of their own; tiles of one token's head groups are neighbours.
 
     Raises:
-      NotImplementedError: if ``heads`` neither divides 64 nor is a multiple of it.
+      NotImplementedError: if ``heads`` neither divides ``rows`` nor is a multiple of it.
     """
-    if math.gcd(heads, TILE_ROWS) not in (heads, TILE_ROWS):
+    if math.gcd(heads, rows) not in (heads, rows):
         raise NotImplementedError(
-            f"rotated_latent_attention: {heads} heads neither divide {TILE_ROWS} nor are a multiple of it; "
+            f"rotated_latent_attention: {heads} heads neither divide {rows} nor are a multiple of it; "
             "use implementation='xla'"
         )
     tokens, requests = query_position.shape[0], query_offsets.shape[0] - 1
-    per_tile = max(1, TILE_ROWS // heads)
-    capacity = min(tokens, tokens // per_tile + requests)
-    needed = -(-(query_offsets[1:] - query_offsets[:-1]) // per_tile)
-    end = jnp.cumsum(needed)
-    tile = jnp.arange(capacity)
-    request = jnp.minimum(jnp.searchsorted(end, tile, side="right"), requests - 1)
-    first = query_offsets[request] + (tile - (end - needed)[request]) * per_tile
-    token = first[:, None] + jnp.arange(per_tile)[None, :]
-    inside = (token < query_offsets[request + 1][:, None]) & (tile < end[-1])[:, None]
-    position = jnp.where(inside, query_position.at[token].get(mode="clip"), -1)
-    repeats = min(heads, TILE_ROWS)
-    groups = max(1, heads // TILE_ROWS)
+    groups, per_tile = max(1, heads // rows), max(1, rows // heads)
+    if per_tile == 1:
+        token = jnp.arange(tokens)
+        owner = jnp.searchsorted(query_offsets[1:], token, side="right", method="compare_all")
+        owned = (token >= query_offsets[0]) & (owner < requests)
+        request, token = jnp.minimum(owner, requests - 1), jnp.where(owned, token, -1)[:, None]
+    else:
+        needed = -(-(query_offsets[1:] - query_offsets[:-1]) // per_tile)
+        end = jnp.cumsum(needed)
+        tile = jnp.arange(min(tokens, tokens // per_tile + requests))
+        request = jnp.minimum(jnp.searchsorted(end, tile, side="right", method="compare_all"), requests - 1)
+        first = query_offsets[request] + (tile - (end - needed)[request]) * per_tile
+        token = first[:, None] + jnp.arange(per_tile)[None, :]
+        inside = (token < query_offsets[request + 1][:, None]) & (tile < end[-1])[:, None]
+        token = jnp.where(inside, token, -1)
+    position = jnp.where(token < 0, -1, query_position.at[token].get(mode="clip"))
+    earliest = jnp.min(jnp.where(token < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
+    last = jnp.max(position, axis=1)
     return Tiles(
-        token=jnp.repeat(jnp.where(inside, token, -1), groups, axis=0),
+        token=jnp.repeat(token, groups, axis=0),
         request=jnp.repeat(request, groups),
-        position=jnp.repeat(jnp.repeat(position, repeats, axis=1), groups, axis=0),
+        position=jnp.repeat(jnp.repeat(position, rows // per_tile, axis=1), groups, axis=0),
+        first=jnp.repeat(jnp.minimum(earliest, last), groups),
+        last=jnp.repeat(last, groups),
         heads=heads,
     )
 
 
-def pack(tiles: Tiles, queries: Float[Array, "M H X"]) -> Float[Array, "W 64 X"]:
+def pack(tiles: Tiles, queries: Float[Array, "M H X"]) -> Float[Array, "W Q X"]:
     """Rows of every tile; padding repeats some other row."""
-    width = queries.shape[-1]
-    rows = queries.at[tiles.token[:: tiles.groups]].get(mode="clip")
-    return rows.reshape(-1, TILE_ROWS, width)
+    rows, width = tiles.position.shape[1], queries.shape[-1]
+    if not tiles.in_order:
+        queries = queries.at[tiles.token].get(mode="clip")
+    return queries.reshape(-1, rows, width)
 
 
-def unpack(tiles: Tiles, rows: Float[Array, "W 64 X"], tokens: int, fill: float) -> Float[Array, "M H X"]:
-    """Undoes ``pack``; tokens in no tile get ``fill``."""
-    token = tiles.token[:: tiles.groups].reshape(-1)
+def unpack(tiles: Tiles, rows: Float[Array, "W Q X"], tokens: int, fill: float) -> Float[Array, "M H X"]:
+    """Undoes ``pack``; tokens in no tile get ``fill``, or, where nothing moved, what their own tile holds."""
+    if tiles.in_order:
+        return rows.reshape(tokens, tiles.heads, rows.shape[-1])
+    token = tiles.token.reshape(-1)
     values = rows.reshape(token.shape[0], tiles.heads, rows.shape[-1])
     result = jnp.full((tokens, *values.shape[1:]), fill, rows.dtype)
     return result.at[jnp.where(token < 0, tokens, token)].set(values, mode="drop")
@@ -89,8 +113,7 @@ def split_pairs(tiles: Tiles, table: PageTable, splits: int) -> Int[Array, "W P"
 
     Pairs end with the last entry that some query of the tile sees; a tile of padding has none.
     """
-    last = jnp.max(tiles.position, axis=1)
-    visible = used_entries(table)[tiles.request] & (table.target_position[tiles.request] <= last[:, None])
+    visible = used_entries(table)[tiles.request] & (table.target_position[tiles.request] <= tiles.last[:, None])
     slot = jnp.arange(visible.shape[1])[None, :]
     pairs = -(-jnp.max(jnp.where(visible, slot + 1, 0), axis=1, initial=0) // 2)
     part = jnp.arange(splits + 1)[None, :]
@@ -98,8 +121,8 @@ def split_pairs(tiles: Tiles, table: PageTable, splits: int) -> Int[Array, "W P"
 
 
 def merge(
-    out: Float[Array, "P W 64 C"], lse: Float[Array, "P W 64"]
-) -> tuple[Float[Array, "W 64 C"], Float[Array, "W 64"]]:
+    out: Float[Array, "P W Q C"], lse: Float[Array, "P W Q"]
+) -> tuple[Float[Array, "W Q C"], Float[Array, "W Q"]]:
     """Results of the splits as one; rows that saw nothing stay 0 and -inf."""
     total = jax.nn.logsumexp(lse, axis=0)
     weight = jnp.exp(lse - jnp.where(total == -jnp.inf, 0.0, total)[None])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_table import PageTable
-from pallas_kernels.rotated_latent_attention import hopper
+from pallas_kernels.rotated_latent_attention import hopper, hopper_rows
+from pallas_kernels.rotated_latent_attention.hopper_splits import MULTIPROCESSORS, tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, merge, pack, split_pairs, tile_queries, unpack
 from tests.pallas_kernels.latent_oracle import oracle, random_problem
 from tests.tolerances import assert_close
@@ -32,6 +33,32 @@ def test_every_query_row_stands_in_one_tile_of_its_request(heads, queries):
         assert np.array_equal(token + 100, places[places >= 0])
     # No request's tiles are more than part full but for its last.
     assert packed.shape[0] <= max(1, heads // 64) * (tokens * min(heads, 64) // 64 + len(queries))
+
+
+@pytest.mark.parametrize("heads", [8, 32])
+def test_one_token_a_tile_stays_where_it_is(heads):
+    position = jnp.asarray([7, 3, 5, 9, 11], jnp.int32)
+    tiles = tile_queries(position, jnp.asarray([1, 1, 3, 4], jnp.int32), heads, rows=heads)
+    assert np.array_equal(tiles.token[:, 0], [-1, 1, 2, 3, -1])
+    assert np.array_equal(tiles.last, [-1, 3, 5, 9, -1])
+    assert np.array_equal(np.asarray(tiles.request)[1:4], [1, 1, 2])
+    marks = jnp.arange(5 * heads * 2, dtype=jnp.float32).reshape(5, heads, 2)
+    assert np.array_equal(unpack(tiles, pack(tiles, marks), 5, -1.0), marks)
+
+
+def test_a_tile_knows_its_least_and_greatest_position():
+    position = jnp.asarray([31, 32, 33, -1, 35], jnp.int32)
+    tiles = tile_queries(position, jnp.asarray([0, 5], jnp.int32), 16)
+    # The token at -1 is padding that stands in a tile; the three missing tokens of the second tile are in none.
+    assert np.array_equal(tiles.first, [-1, 35])
+    assert np.array_equal(tiles.last, [33, 35])
+
+
+def test_splits_fill_the_device_once():
+    for tiles, entries in ((1, 64), (16, 257), (128, 64), (129, 9999), (2048, 512)):
+        splits = tuned_splits(tiles, entries)
+        assert splits == 1 or tiles * splits <= MULTIPROCESSORS
+    assert tuned_splits(1, 7) == 1 < tuned_splits(1, 64) <= tuned_splits(1, 9999)
 
 
 def test_tokens_of_no_request_stand_in_no_tile():
@@ -80,10 +107,10 @@ def test_merge_is_one_softmax():
 
 @pytest.mark.parametrize(
     ("heads", "rows", "queries", "splits", "interleaved"),
-    [(16, (203, 40, 0), (2, 1, 1), 2, True), (64, (131,), (2,), 1, False)],
-    ids=["ragged_split", "one_request"],
+    [(16, (203, 40, 0), (1, 1, 1), 2, True), (64, (131,), (2,), 1, False), (32, (140, 30), (3, 0), 1, True)],
+    ids=["columns", "rows", "several_tokens_a_tile"],
 )
-def test_interpreted_kernel_against_the_oracle(heads, rows, queries, splits, interleaved, capfd):
+def test_interpreted_kernels_against_the_oracle(heads, rows, queries, splits, interleaved, capfd):
     """Partial pages, many distances, NaN everywhere else; no two warpgroups touch a buffer out of order."""
     problem = random_problem(
         3, heads=heads, rows=rows, queries=queries, latent_width=128, rope_width=64, page_size=64, num_pages=29,
@@ -93,7 +120,7 @@ def test_interpreted_kernel_against_the_oracle(heads, rows, queries, splits, int
     assert "RACE" not in capfd.readouterr().out
     expected_out, expected_lse = oracle(problem)
     out, lse = np.asarray(out, np.float64), np.asarray(lse)
-    assert np.linalg.norm(out - expected_out) < 3e-3 * np.linalg.norm(expected_out)
+    assert np.linalg.norm(out - expected_out) < 2.5e-3 * np.linalg.norm(expected_out)
     assert_close(out, expected_out, "bfloat16")
     seen = np.isfinite(expected_lse)
     assert np.array_equal(seen, np.isfinite(lse))
@@ -102,8 +129,9 @@ def test_interpreted_kernel_against_the_oracle(heads, rows, queries, splits, int
 
 
 def test_the_race_detector_sees_missing_barriers(monkeypatch, capfd):
-    """Without its meetings the same kernel does not pass."""
-    monkeypatch.setattr(hopper, "_meet", lambda barrier: None)
+    """Warpgroups that do not wait for each other's weights do not pass."""
+    monkeypatch.setattr(hopper_rows, "_announce", lambda weights: None)
+    monkeypatch.setattr(hopper_rows, "_wait_for", lambda weights: None)
     problem = random_problem(
         3, heads=64, rows=(131,), queries=(1,), latent_width=128, rope_width=64, page_size=64, dtype="bfloat16"
     )
@@ -111,13 +139,26 @@ def test_the_race_detector_sees_missing_barriers(monkeypatch, capfd):
     assert "RACE DETECTED" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(("heads", "width", "splits"), [(16, 512, 4), (128, 256, 1)])
-def test_lowers_for_cuda(heads, width, splits):
+@pytest.mark.parametrize(
+    ("heads", "queries", "width", "options"),
+    [
+        (8, 1, 512, {}),
+        (16, 1, 512, {"splits": 4}),
+        (32, 1, 256, {"rotate": False}),
+        (16, 5, 512, {"splits": 4}),
+        (64, 1, 256, {}),
+        (128, 1, 512, {"rotate": False}),
+        (128, 2, 512, {"interleaved": False}),
+    ],
+)
+def test_lowers_for_cuda(heads, queries, width, options):
     """Layouts fit and shared memory suffices; the layer and the table stay dynamic."""
+    options = dict(options)
     problem = random_problem(
-        5, heads=heads, rows=(71, 5), queries=(1, 1), latent_width=width, rope_width=64, page_size=64, dtype="bfloat16"
-    )
-    attend = jax.jit(partial(hopper.rotated_latent_attention, scale=problem.scale, splits=splits))
+        5, heads=heads, rows=(71, 5), queries=(queries, 1), latent_width=width, rope_width=64, page_size=64,
+        dtype="bfloat16", interleaved=options.pop("interleaved", True),
+    )  # fmt: skip
+    attend = jax.jit(partial(hopper.rotated_latent_attention, scale=problem.scale, **options))
     lowered = attend.trace(*problem.arguments()).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in lowered
 
@@ -134,6 +175,8 @@ def test_shapes_the_kernel_does_not_take_are_refused():
         ({"rope_width": 32}, "rotary width 32; it takes 64"),
         ({"latent_width": 64}, "latent width 64"),
         ({"dtype": "float32"}, "queries of float32"),
+        ({"heads": 24}, "24 heads; it takes 8, 16, 32 and multiples of 64"),
+        ({"heads": 4}, "4 heads"),
     ):
         with pytest.raises(NotImplementedError, match=f"{reason}.*use implementation='xla'"):
             attend(**change)

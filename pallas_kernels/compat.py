@@ -1,0 +1,31 @@
+"""The one place that touches interfaces of JAX without a promise of stability.
+
+Written for JAX 0.11.2. The modules named here serve code inlined into Mosaic GPU kernels; the function says what it
+does where its interface is missing.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import jax
+from jax.experimental.mosaic.gpu import fragmented_array, profiler
+from jax.experimental.mosaic.gpu import utils as mosaic
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+__all__ = ["arith", "fragmented_array", "ir", "kernel_microseconds", "mosaic", "vector"]
+
+
+def kernel_microseconds(compiled: jax.stages.Compiled, *args: Any) -> tuple[Any, dict[str, float]]:
+    """Runs a compiled program and returns its results and how long its kernels ran on the device, summed by name.
+
+    Times come from CUPTI, so neither launch latency nor gaps between kernels are part of them. The program runs once
+    before to warm up. On another platform than CUDA there are no times.
+    """
+    if jax.devices()[0].platform != "gpu":
+        return compiled(*args), {}
+    results, kernels = profiler.Cupti(finalize=False).measure(compiled, aggregate=False)(*args)
+    times: dict[str, float] = defaultdict(float)
+    for name, milliseconds in kernels or ():
+        times[name] += 1e3 * milliseconds
+    return results, dict(times)

@@ -1,0 +1,196 @@
+"""Attention with a page's rows on the M side of the tensor core and up to 32 heads of one token on the N side.
+
+A tile of 64 query rows would be three quarters padding for 16 heads. Here scores are ``S^T = K Q^T`` (64 rows by
+heads) and the accumulator is ``O^T = V^T P^T`` (latent width by heads), which 128 threads hold with room to spare. So
+each of the two warpgroups walks pages of its own, every second one, with a softmax of its own, and never waits for the
+other: what they found is merged like splits. One page is in flight while another is computed, which hides memory.
+"""
+
+from functools import partial
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.rotated_latent_attention.hopper_schedule import (
+    FLOOR,
+    LOG2E,
+    MASKED,
+    PAGE_ROWS,
+    ROPE_WIDTH,
+    Schedule,
+    right_angle,
+)
+from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
+    TRANSFORMS,
+    interpreted_product,
+    reduce_rows,
+    tensor_core_product,
+)
+
+MAX_HEADS = 32
+WARPGROUPS = 2
+# Accumulators end at 256 rows or columns.
+PARTS = 2
+_FIELDS = ("request", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
+
+
+def attend_tiles(
+    schedule: Schedule,
+    q_latent: Float[Array, "W H C"],
+    q_rope: Float[Array, "W H R"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, " 1"],
+    *,
+    scale: float,
+    interleaved: bool,
+    rotate: bool,
+    interpret: bool,
+) -> tuple[Float[Array, "P W H C"], Float[Array, "P W H"]]:
+    """Per split and warpgroup: the float32 output and natural log-sum-exp of every tile, one token a tile."""
+    tiles, heads, width = q_latent.shape
+    splits, part = schedule.bounds.shape[1] - 1, width // PARTS
+    tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
+    kernel = plgpu.kernel(
+        partial(_body, scale=scale, rotate=rotate, interpret=interpret),
+        out_type=(
+            jax.ShapeDtypeStruct((splits * WARPGROUPS, tiles, width, heads), jnp.float32),
+            jax.ShapeDtypeStruct((splits * WARPGROUPS, tiles, heads), jnp.float32),
+        ),
+        grid=(tiles, splits),
+        grid_names=("tile", "split"),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        scratch_types={
+            "query": tile((heads, width)),
+            "query_rope": tile((WARPGROUPS, heads, ROPE_WIDTH)),
+            "latent": tile((WARPGROUPS, PARTS, PAGE_ROWS, part)),
+            "rope": tile((WARPGROUPS, PAGE_ROWS, ROPE_WIDTH)),
+            "weights": tile((WARPGROUPS, heads, PAGE_ROWS)),
+            "scratch": plgpu.SMEM((WARPGROUPS, 32 * heads), jnp.float32),
+            "query_loaded": plgpu.Barrier(num_arrivals=1),
+            "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * PARTS),
+            "rope_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
+        },
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512
+        ),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )
+    rows_first = (x.swapaxes(1, 2) for x in (q_rope, right_angle(q_rope, interleaved)))
+    out, lse = kernel(
+        *(getattr(schedule, name) for name in _FIELDS),
+        *(q_latent, q_rope, *rows_first, latent_pages, rope_pages, layer),
+    )
+    return out.swapaxes(2, 3), lse
+
+
+def _body(
+    request_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref, factors_ref,
+    q_latent_ref, q_rope_ref, q_plain_ref, q_turned_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
+    *, scale, rotate, interpret, query, query_rope, latent, rope, weights, scratch,
+    query_loaded, latent_loaded, rope_loaded,
+):  # fmt: skip
+    tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
+    request, layer, position = request_ref[tile], layer_ref[0], last_ref[tile]
+    first, stop = bounds_ref[tile, split], bounds_ref[tile, split + 1]
+    heads, part = query.shape[0], latent.shape[-1]
+    rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    product = interpreted_product if interpret else tensor_core_product
+    parts = [pl.ds(index * part, part) for index in range(PARTS)]
+
+    def load_latent(pair):
+        page = page_ref[request, WARPGROUPS * pair + me]
+        for index, values in enumerate(parts):
+            barrier = latent_loaded.at[me * PARTS + index]
+            plgpu.copy_gmem_to_smem(latent_ref.at[layer, page, :, values], latent.at[me, index], barrier)
+
+    def load_rope(pair):
+        page = page_ref[request, WARPGROUPS * pair + me]
+        plgpu.copy_gmem_to_smem(rope_ref.at[layer, page], rope.at[me], rope_loaded.at[me])
+
+    @pl.when(first < stop)
+    def _start():
+        if not rotate:
+            plgpu.copy_gmem_to_smem(q_rope_ref.at[tile], query_rope.at[me], rope_loaded.at[me])
+            plgpu.barrier_wait(rope_loaded.at[me])
+        load_rope(first)
+        load_latent(first)
+        pl.when(me == 0)(lambda: plgpu.copy_gmem_to_smem(q_latent_ref.at[tile], query, query_loaded))
+        plgpu.barrier_wait(query_loaded)
+
+    def turn_query(entry):
+        """The query as the keys of ``entry`` see it, into the own shared tile."""
+        plain = plgpu.load(q_plain_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        turned = plgpu.load(q_turned_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        halves = (factors_ref.at[request, entry, pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
+        factors = (plgpu.load(half, layout=rows, optimized=False) for half in halves)
+        cos, sin = (lax.broadcast_in_dim(factor, plain.shape, [0]) for factor in factors)
+        query_rope.at[me].transpose((1, 0))[...] = (plain * cos - turned * sin).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+
+    def clear_unseen(begin, end):
+        """Zeroes rows nobody sees: a weight of 0 does not silence a NaN."""
+
+        @pl.when((begin > 0) | (end < PAGE_ROWS))
+        def _clear():
+            for index in range(PARTS):
+                for chunk in range(0, part, 64):
+                    piece = latent.at[me, index, :, pl.ds(chunk, 64)]
+                    values = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
+                    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+                    piece[...] = jnp.where((row >= begin) & (row < end), values, jnp.zeros_like(values))
+
+    def one_page(pair, state):
+        out, maximum, total, previous = state
+        entry = WARPGROUPS * pair + me
+        begin, origin, now = begin_ref[request, entry], origin_ref[request, entry], delta_ref[request, entry]
+        end = jnp.minimum(end_ref[request, entry], position + 1 - origin)
+        if rotate:
+            pl.when((pair == first) | (now != previous))(lambda: turn_query(entry))
+        keys = [(rope.at[me], query_rope.at[me].transpose((1, 0)), rope_loaded.at[me])]
+        for index, values in enumerate(parts):
+            loaded = latent_loaded.at[me * PARTS + index]
+            keys.append((latent.at[me, index], query.at[:, values].transpose((1, 0)), loaded))
+        score = product(keys)
+        pl.when(pair + 1 < stop)(lambda: load_rope(pair + 1))
+
+        row = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA)
+        score = jnp.where((row >= begin) & (row < end), score * (scale * LOG2E), MASKED)
+        new = jnp.maximum(maximum, reduce_rows("max", score, scratch.at[me], interpret))
+        weight = jnp.exp2(score - lax.broadcast_in_dim(new, score.shape, [1]))
+        rescale = jnp.exp2(maximum - new)
+        total = total * lax.broadcast_in_dim(rescale, total.shape, [1]) + weight
+        weights.at[me].transpose((1, 0))[...] = weight.astype(jnp.bfloat16)
+        clear_unseen(begin, end)
+        plgpu.commit_smem()
+
+        spread = lax.broadcast_in_dim(rescale, out[0].shape, [1])
+        factor = weights.at[me].transpose((1, 0))
+        out = tuple(
+            product([(latent.at[me, index].transpose((1, 0)), factor, None)], old * spread)
+            for index, old in enumerate(out)
+        )
+        pl.when(pair + 1 < stop)(lambda: load_latent(pair + 1))
+        return out, new, total, now
+
+    start = (
+        tuple(plgpu.layout_cast(jnp.zeros((part, heads), jnp.float32), plgpu.Layout.WGMMA) for _ in parts),
+        plgpu.layout_cast(jnp.full(heads, FLOOR, jnp.float32), columns),
+        # Summed over rows at the end only.
+        plgpu.layout_cast(jnp.zeros((PAGE_ROWS, heads), jnp.float32), plgpu.Layout.WGMMA),
+        jnp.int32(0),
+    )
+    out, maximum, total, _ = lax.fori_loop(first, stop, one_page, start)
+    total = reduce_rows("add", total, scratch.at[me], interpret)
+    seen = total > 0
+    safe = jnp.where(seen, total, 1.0)
+    place = WARPGROUPS * split + me
+    for values, sums in zip(parts, out, strict=True):
+        out_ref.at[place, tile, values][...] = sums / lax.broadcast_in_dim(safe, sums.shape, [1])
+    lse = (maximum + jnp.log(safe) * LOG2E) * (1 / LOG2E)
+    lse_ref.at[place, tile][...] = jnp.where(seen, lse, -jnp.inf)

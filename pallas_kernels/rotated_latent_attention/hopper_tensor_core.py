@@ -1,0 +1,146 @@
+"""What both Hopper kernels do with tiles in shared memory; each on the device and in the interpreter of Pallas.
+
+The interpreter has neither initialised accumulators nor inlined Mosaic, and its race detector sees plain reads of
+shared tiles but not those of the tensor core.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.compat import arith, fragmented_array, ir, mosaic, vector
+from pallas_kernels.rotated_latent_attention.hopper_schedule import PAGE_ROWS, right_angle
+
+# Tiles as TMA writes them and the tensor core reads them: rows of 64 values, 16-byte columns exchanged within a row.
+TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+# A factor pair of a product and the barrier to wait for before reading it, if any.
+Factors = list[tuple[Any, Any, Any]]
+
+
+def tensor_core_product(factors: Factors, start: Any = None) -> Any:
+    """``start`` plus the sum of products of shared tiles; left factors may be in registers."""
+
+    def accumulate(acc):
+        for left, right, barrier in factors:
+            if barrier is not None:
+                plgpu.barrier_wait(barrier)
+            plgpu.wgmma(acc, left, right)
+
+    if start is not None:
+        return pl.run_state(accumulate)(plgpu.ACC.init(start))
+
+    def scope(acc):
+        accumulate(acc)
+        return acc[...]
+
+    return pl.run_scoped(scope, plgpu.ACC((factors[0][0].shape[0], factors[0][1].shape[1]), jnp.float32))
+
+
+def tensor_core_product_beside(factors: Factors, start: Any, beside: Callable[[], tuple], results: tuple) -> tuple:
+    """``tensor_core_product`` while ``beside`` runs; what that returns has the shapes of ``results``."""
+
+    def both(references):
+        acc, *slots = references
+        for left, right, barrier in factors:
+            if barrier is not None:
+                plgpu.barrier_wait(barrier)
+            plgpu.wgmma(acc, left, right)
+        for slot, value in zip(slots, beside(), strict=True):
+            slot[...] = value
+
+    return pl.run_state(both)((plgpu.ACC.init(start), *results))
+
+
+def interpreted_product(factors: Factors, start: Any = None) -> Any:
+    total = 0.0 if start is None else start
+    for left, right, barrier in factors:
+        if barrier is not None:
+            plgpu.barrier_wait(barrier)
+        total += jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
+    plgpu.commit_smem()  # the tensor core reads through the same proxy that loads write through
+    return total
+
+
+def interpreted_product_beside(factors: Factors, start: Any, beside: Callable[[], tuple], results: tuple) -> tuple:
+    del results
+    return interpreted_product(factors, start), *beside()
+
+
+def zero_rows(tile: Any, begin: Any, end: Any, interpret: bool) -> None:
+    """Zeroes the rows of a shared tile of a page outside ``[begin, end)``: a weight of 0 does not silence a NaN."""
+    low = jnp.clip(begin, 0, PAGE_ROWS)
+    high = jnp.clip(end, low, PAGE_ROWS)
+    if interpret:
+        values = tile[...]
+        row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        tile[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
+    else:
+        lax.fori_loop(0, low, lambda row, _: _zero_row(tile, row), None)
+        lax.fori_loop(high, PAGE_ROWS, lambda row, _: _zero_row(tile, row), None)
+
+
+def _zero_row(tile, row):
+    """Each thread zeroes two values. Swizzling moves them within their row only, so it does not matter which."""
+    pairs = tile.shape[-1] // 2
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), plgpu.Layout.WG_SPLAT(())))
+    def zero(_, tiled, row):
+        i32, bfloat16 = ir.IntegerType.get_signless(32), ir.BF16Type.get()
+        thread = arith.remui(mosaic.thread_idx(), mosaic.c(mosaic.WARPGROUP_SIZE, i32))
+        row = row.registers.item()
+        place = (
+            arith.divui(row, mosaic.c(8, i32)),
+            arith.divui(thread, mosaic.c(32, i32)),
+            arith.remui(row, mosaic.c(8, i32)),
+            arith.muli(arith.remui(thread, mosaic.c(32, i32)), mosaic.c(2, i32)),
+        )
+        zeros = vector.broadcast(ir.VectorType.get((2,), bfloat16), mosaic.c(0.0, bfloat16))
+        with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, thread, mosaic.c(pairs, i32))):
+            vector.store(zeros, tiled, [arith.index_cast(ir.IndexType.get(), index) for index in place])
+
+    zero(tile, row)
+
+
+def reduce_rows(operation: str, x: Any, scratch: Any, interpret: bool) -> Any:
+    """Over axis 0, which spans the warps: in scratch of the own warpgroup, where ``x.max`` would share one."""
+    if interpret:
+        return x.max(axis=0) if operation == "max" else x.sum(axis=0)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(x.shape[1:], x.dtype, layout=plgpu.Layout.WGMMA.reduce(0)),
+    )
+    def reduce(_, values, scratch):
+        return values.reduce(operation, 0, scratch)
+
+    return reduce(x, scratch)
+
+
+def turned_by_right_angle(x: Any, interleaved: bool, interpret: bool) -> Any:
+    """Pairs ``(a, b)`` turned to ``(-b, a)`` without leaving the registers: a thread holds both of a pair."""
+    if interpret:
+        return right_angle(x, interleaved)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def turn(_, values):
+        plain, negative = values.registers, (-values).registers
+        turned = np.empty_like(plain)
+        if interleaved:
+            for index in np.ndindex(plain.shape):
+                first = vector.extract(plain[index], dynamic_position=[], static_position=[0])
+                second = vector.extract(negative[index], dynamic_position=[], static_position=[1])
+                turned[index] = vector.from_elements(plain[index].type, [second, first])
+        else:
+            half = plain.shape[1] // 2
+            turned[:, :half], turned[:, half:] = negative[:, half:], plain[:, :half]
+        return fragmented_array.FragmentedArray(_registers=turned, _layout=values.layout, _is_signed=None)
+
+    return turn(x)
