@@ -162,6 +162,8 @@ class Store:
         window, limit = config.chunking.anchor_window, config.planned_entries
         _, pool_owner = open_namespace(cache, key)
         pooled = plan_prompt(tree, cache.registry, content, pool_owner, policy, window, limit)
+        if pooled.bins["exact"] == len(tokens) - 1:
+            return [], cache.in_flight > 0
         stored = plan_prompt(catalog.tree, catalog.cache.registry, content, owner, policy, window, limit)
         entries = [catalog.at(slot) for slot in better_pages(stored, pooled)]
         catalog.touch([entry.slot for entry in entries])
