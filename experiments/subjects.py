@@ -17,7 +17,7 @@ from models.families import Model
 from models.training import text as training_text
 
 HELD_OUT = pretrained.FOLDER / "irminsul-mini" / "heldout.jsonl.xz"
-SMOLLM2 = smollm2.NAME
+SMOLLM2 = (smollm2.NAME, smollm2.MLA_NAME)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class Subject:
 
 
 def subject(name: str, dtype: str = "float32", seed: int = 0) -> Subject:
-    """A model by checkpoint name, by path, or "smollm2-135m"; a reference model without weights gets random ones.
+    """A model by checkpoint name, by path, or "smollm2-135m", also with "-mla".
+
+    A reference model without weights gets random ones.
 
     Raises:
       InputError: if there is no such model, or its checkpoint cannot be read.
@@ -58,7 +60,7 @@ def subject(name: str, dtype: str = "float32", seed: int = 0) -> Subject:
     folder = pretrained.FOLDER / name if (pretrained.FOLDER / name / "config.json").is_file() else path
     is_preset = name.startswith("irminsul-mini-") and name in models.presets()
     try:
-        if name == SMOLLM2 or (folder / "config.json").is_file():
+        if name in SMOLLM2 or (folder / "config.json").is_file():
             model, trained = models.load(name, dtype), True
         elif is_preset:
             model, trained = models.random_model(name, seed, dtype), False
@@ -79,7 +81,7 @@ def subject(name: str, dtype: str = "float32", seed: int = 0) -> Subject:
 
 
 def _tokenizer(name: str, folder: Path) -> models.Tokenizer:
-    if name == SMOLLM2:
+    if name in SMOLLM2:
         return smollm2.load_tokenizer()
     own = (folder / "tokenizer.json").is_file()
     return models.load_tokenizer(folder if own else pretrained.TOKENIZER.parent)

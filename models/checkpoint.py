@@ -27,19 +27,20 @@ def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
     """A model from a folder with ``config.json`` and safetensors, or a checkpoint that comes with the project.
 
     Args:
-      name_or_path: a folder, the name of one in ``models/pretrained``, or "smollm2-135m" (extra ``smollm2``).
+      name_or_path: a folder, the name of one in ``models/pretrained``, or "smollm2-135m" and "smollm2-135m-mla", the
+        same converted to MLA (extra ``smollm2``).
       dtype: of weights and arithmetic.
 
     Raises:
       FileNotFoundError: if there is no such folder, listing the names there are.
-      ModuleNotFoundError: for "smollm2-135m" without its extra.
+      ModuleNotFoundError: for "smollm2-135m" or its MLA form without their extra.
       CheckpointError: for a missing, extra, misshaped or truncated tensor, by name.
       ValueError: for a config that is unsupported or contradicts itself.
     """
-    if str(name_or_path) == "smollm2-135m":
+    if str(name_or_path) in ("smollm2-135m", "smollm2-135m-mla"):
         from models import smollm2  # reads GGUF, which nothing else needs
 
-        return smollm2.load(dtype)
+        return smollm2.load(dtype) if str(name_or_path) == smollm2.NAME else smollm2.load_mla(dtype)
     folder = Path(name_or_path)
     if not (folder / "config.json").exists():
         folder = PRETRAINED / str(name_or_path)

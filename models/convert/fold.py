@@ -91,7 +91,7 @@ def _attention(
     keys_up = real_map(mix[..., stripped(conversion.slots[layer], mix.shape[-1])]) @ up[:, :left].T  # [J, K, C]
     values_up = up[:, left:].reshape(-1, groups, width).swapaxes(0, 1)  # [J, C, V]
     folded = {
-        "q": np.einsum("DHJ,HKJ->DHK", query[..., order], query_map),
+        "q": (query[..., order].swapaxes(0, 1) @ query_map.swapaxes(1, 2)).swapaxes(0, 1),
         "kv_down": rows @ down,
         "w_uk": np.repeat(keys_up, heads // groups, axis=0),
         "w_uv": np.repeat(values_up, heads // groups, axis=0),

@@ -1,0 +1,215 @@
+"""What rewriting grouped attention as MLA costs: text, questions, and reuse at another position.
+
+A table of conversion methods and sizes on a public model (default SmolLM2-135M-Instruct), each against the original on
+the same text and questions. Every finished measurement is kept in ``measured.jsonl``; a study that is stopped goes on
+from there.
+"""
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+import models
+from experiments import convert_report, passage_questions, subjects
+from experiments.batch_generation import continuations
+from experiments.convert_shift import shift_divergences
+from experiments.errors import InputError
+from experiments.passage_questions import PassageQuestion
+from models import convert, smollm2
+from models.convert import healed
+from models.families import Model
+from models.kv_view import DenseView
+
+Row = dict[str, Any]
+STEPS = 16  # generated tokens, more than any answer's first line
+ORIGINAL, LOSSLESS, SHIPPED = "original", "lossless", "shipped"
+
+
+def run(config: ConfigDict, out: Path) -> dict[str, Any]:
+    """Measures every variant; see ``configs/convert.py``.
+
+    Raises:
+      InputError: for evaluation sets, a base or a conversion that is missing, or sizes out of range.
+    """
+    try:
+        with jax.default_matmul_precision("highest"):
+            study = Study(config, out)
+            return convert_report.describe(config, list(study.measure()), study.notes())
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        raise InputError(str(error)) from error
+
+
+class Study:
+    """The base, its text and questions, and what was measured so far."""
+
+    def __init__(self, config: ConfigDict, out: Path):
+        self.config, self.out = config, out
+        self.sizes = config.quick_sizes if config.quick else config.sizes
+        self.base = models.load(config.base, jnp.float32)
+        self.tokenizer = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
+        self.folder = Path(config.data)
+        self.statistics: convert.Statistics | None = None
+        path = out / "measured.jsonl"
+        self.done: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.started = time.monotonic()
+
+    def notes(self) -> list[str]:
+        """What figures were measured on."""
+        sizes = self.sizes
+        length, count = self.config.calibration_length, self.config.calibration_count
+        return [
+            f"{self.config.base}, weights as published, arithmetic in float32, no training except where healing is "
+            f"named. Perplexity on encyclopedia passages ({sizes.texts} stretches of 512 tokens) and US government "
+            f"reports ({sizes.long_texts} of 4,096). Questions: three examples in front, greedy, exact match after "
+            "SQuAD's normalisation, with 95 % bootstrap intervals over items; differences to the original are paired. "
+            f"Conversions made here are calibrated on {count} sequences of {length} tokens of technical documentation."
+        ]
+
+    def measure(self) -> Iterator[Row]:
+        """Rows of every variant, in order; those measured before are read."""
+        wanted: list[tuple[str, Callable[[str, Model], Row]]] = [
+            ("text", self._text),
+            *((task, partial(self._questions, task)) for task in self.sizes.questions),
+            *((f"needle_{words}", partial(self._needle, words)) for words in self.sizes.needle_words),
+            ("text_long", self._long_text),
+            ("shift", self._shift),
+        ]
+        for name, build in self._variants():
+            model = None
+            for task, measure in wanted:
+                if task == "shift" and name != self.config.main:
+                    continue
+                found = next((row for row in self.done if (row["variant"], row["task"]) == (name, task)), None)
+                if found is None:
+                    if self.config.minutes and time.monotonic() - self.started > self.config.minutes * 60:
+                        raise InputError("minutes is over; the same command goes on from the last finished measurement")
+                    model = model or plain(build())
+                    found = {"variant": name, "task": task, **measure(name, model)}
+                    found["seconds"] = round(time.monotonic() - self.started, 1)
+                    self._keep(found)
+                yield found
+
+    def _keep(self, row: Row) -> None:
+        self.done.append(row)
+        with (self.out / "measured.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = {key: round(value, 4) for key, value in row.items() if isinstance(value, float)}
+        print(f"{row['variant']:28s} {row['task']:12s} {shown}", flush=True)
+
+    def _variants(self) -> Iterator[tuple[str, Callable[[], Model]]]:
+        yield ORIGINAL, lambda: self.base
+        yield LOSSLESS, lambda: self._converted("lossless", None, None)
+        if self.config.conversion:
+            folder = Path(self.config.conversion)
+            plainly = partial(convert.apply, self.base)
+            yield SHIPPED, lambda: plainly(convert.load(folder))
+            if list(folder.glob(healed.FILES)):
+                yield f"{SHIPPED}, healed", lambda: healed.load(plainly(convert.load(folder)), folder)
+        for method, rope_width, rank in () if self.config.quick else self.config.variants:
+            name = f"{method} {rope_width} + {rank}"
+            yield name, partial(self._converted, method, rope_width, rank)
+
+    def _converted(self, method: str, rope_width: int | None, rank: int | None) -> Model:
+        if method != "lossless" and self.statistics is None:
+            texts, _ = subjects.documents(self.config.calibration)
+            count, length = self.config.calibration_count, self.config.calibration_length
+            separator = self.tokenizer.backend.token_to_id("<|endoftext|>")
+            blocks = convert.token_blocks(texts, self.tokenizer.encode, length, separator, count)
+            self.statistics = convert.calibrate(
+                self.base, blocks, lambda tokens: print(f"calibrated on {tokens:,} tokens", flush=True)
+            )
+        conversion = convert.convert(self.base, self.statistics, method=method, rope_width=rope_width, rank=rank)
+        return convert.apply(self.base, conversion)
+
+    def _text(self, name: str, model: Model) -> Row:
+        passages = [row["text"] for row in passage_questions.read(self.folder, passage_questions.WIKI)]
+        return self._divergences(model, ["\n\n".join(passages)], 512, self.sizes.texts)
+
+    def _long_text(self, name: str, model: Model) -> Row:
+        reports = [row["document"] for row in passage_questions.read(self.folder, passage_questions.REPORTS)]
+        if not self.sizes.long_texts:
+            return {}
+        return self._divergences(model, reports, 4096, self.sizes.long_texts)
+
+    def _divergences(self, model: Model, texts: list[str], length: int, count: int) -> Row:
+        """Perplexity of the first stretches of ``length`` tokens, and nats from the original's predictions."""
+        stretches = []
+        for text in texts:
+            ids = self.tokenizer.encode(text)
+            whole = [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
+            stretches += whole[: 1 if len(texts) > 1 else count]  # of several texts the beginning of each
+        base = plain(self.base)
+        parts = [_compare(base, model, jnp.asarray(tokens)) for tokens in stretches[:count]]
+        surprise, kl = (np.stack([np.asarray(part[i], np.float64) for part in parts]) for i in range(2))
+        return {
+            "perplexity": float(np.exp(surprise.mean())),
+            "kl": float(kl.mean()),
+            "surprises": surprise.mean(axis=1).round(6).tolist(),
+            "tokens": int(surprise.size),
+        }
+
+    def _questions(self, task: str, name: str, model: Model) -> Row:
+        asked = passage_questions.questions(self.folder, task, self.sizes.questions[task])
+        return self._answers(model, asked, 384 if task == "nq" else 1408)
+
+    def _needle(self, words: int, name: str, model: Model) -> Row:
+        asked = passage_questions.needles(self.folder, self.sizes.needles, words)
+        return self._answers(model, asked, 384 if words < 200 else 768 if words < 400 else 1408)
+
+    def _answers(self, model: Model, asked: list[PassageQuestion], room: int) -> Row:
+        beginning = self.tokenizer.encode(passage_questions.EXAMPLES)
+        prompts = [self.tokenizer.encode(item.prompt) for item in asked]
+        kept = [index for index, prompt in enumerate(prompts) if len(prompt) <= room]
+        tokens = continuations(
+            model,
+            beginning,
+            [prompts[index] for index in kept],
+            steps=STEPS,
+            room=room,
+            batch=self.config.batch,  # also where there are fewer: one program serves every task of this room
+        )
+        lines = [passage_questions.first_line(self.tokenizer.decode(row)) for row in tokens]
+        right = [asked[index].answers for index in kept]
+        return {
+            "exact": [passage_questions.exact_match(*pair) for pair in zip(lines, right, strict=True)],
+            "f1": [round(passage_questions.word_f1(*pair), 6) for pair in zip(lines, right, strict=True)],
+            "left_out": len(asked) - len(kept),
+        }
+
+    def _shift(self, name: str, model: Model) -> Row:
+        asked = passage_questions.questions(self.folder, "nq", self.sizes.shifts)
+        beginning = self.tokenizer.encode(passage_questions.EXAMPLES)
+        contexts = [np.concatenate([beginning, self.tokenizer.encode(item.passages)]) for item in asked]
+        ends = [self.tokenizer.encode(item.question) for item in asked]
+        return shift_divergences(model, contexts, ends, self.config.shift)
+
+
+def plain(model: Model) -> Model:
+    """The model without what is static and does not touch the computation, so that models of one shape share programs:
+    its digest, and where its layers' frequencies come from (they are in the table)."""
+    config = model.config
+    if getattr(config, "rope_indices", None) is not None:
+        rows = ((0,) * (config.qk_rope_head_dim // 2),) * config.num_hidden_layers
+        config = dataclasses.replace(config, rope_indices=rows)
+    return dataclasses.replace(model, digest="", config=config)
+
+
+@jax.jit
+def _compare(base: Model, model: Model, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Surprise of each next token, and the divergence of the base's prediction from the model's at each token."""
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+    ours, theirs = (
+        jax.nn.log_softmax(each.unembed(each.forward(tokens, positions, DenseView(positions))[0]))
+        for each in (model, base)
+    )
+    surprise = -jnp.take_along_axis(ours[:-1], tokens[1:, None], axis=-1)[:, 0]
+    return surprise, jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1)

@@ -1,0 +1,92 @@
+"""The conversion study told: summary, table, headline."""
+
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from experiments import report
+from experiments.passage_questions import mean_interval
+
+Row = dict[str, Any]
+QUESTION_NAMES = {"nq": "Natural Questions", "hotpotqa": "HotpotQA", "musique": "MuSiQue"}
+
+
+def describe(config: ConfigDict, rows: list[Row], notes: list[str]) -> report.StudyResult:
+    """The study's result from its measurements."""
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_name.setdefault(row["variant"], {})[row["task"]] = row
+    summary = summarise(by_name, config.main)
+    gap = summary["exact_match_mla"] - summary["exact_match_original"]
+    title = (
+        f"{config.base} as MLA ({config.main}): perplexity {summary['perplexity_ratio'] - 1:+.1%} over the lossless "
+        f"form, exact match {100 * gap:+.1f} points"
+    )
+    return {
+        "title": title,
+        "summary": summary,
+        "rows": [{key: value for key, value in row.items() if key != "surprises"} for row in rows],
+        "tables": [table(by_name), shift_table(by_name, config.shift)],
+        "notes": notes,
+    }
+
+
+def summarise(by_name: dict[str, dict[str, Row]], main: str) -> dict[str, float]:
+    """Flat figures: the main variant against the original, then every variant's perplexity, divergence and answers."""
+    original, lossless, chosen = by_name["original"], by_name["lossless"], by_name[main]
+    gap, low, high = mean_interval(np.subtract(chosen["nq"]["exact"], original["nq"]["exact"]))
+    figures = {
+        "perplexity_ratio": chosen["text"]["perplexity"] / lossless["text"]["perplexity"],
+        "kl_to_original": chosen["text"]["kl"],
+        "exact_match_original": float(np.mean(original["nq"]["exact"])),
+        "exact_match_mla": float(np.mean(chosen["nq"]["exact"])),
+        "exact_match_gap": gap,
+        "exact_match_gap_low": low,
+        "exact_match_gap_high": high,
+        "nq_items": float(len(chosen["nq"]["exact"])),
+        "kl_same_context_shift_rotated": chosen["shift"]["kl_rotated"],
+        "kl_same_context_shift_naive": chosen["shift"]["kl_naive"],
+    }
+    for name, found in by_name.items():
+        word = "_".join(name.replace("+", "").replace(",", "").split())
+        figures[f"perplexity_{word}"] = found["text"]["perplexity"]
+        figures[f"kl_{word}"] = found["text"]["kl"]
+        figures[f"exact_match_nq_{word}"] = float(np.mean(found["nq"]["exact"]))
+        if found["text_long"].get("perplexity"):
+            figures[f"perplexity_4096_{word}"] = found["text_long"]["perplexity"]
+    return figures
+
+
+def table(by_name: dict[str, dict[str, Row]]) -> str:
+    """One line a variant; exact match and F1 in per cent, differences to the original paired by item."""
+    questions = [task for task in QUESTION_NAMES if task in by_name["original"]]
+    needles = [task for task in by_name["original"] if task.startswith("needle_")]
+    header = ["variant", "perplexity, 512 tokens", "nats from the original", "perplexity, 4,096 tokens"]
+    header += [f"{QUESTION_NAMES[task]}: EM / F1, EM against the original" for task in questions]
+    header += [f"needle in {task.removeprefix('needle_')} words" for task in needles]
+    lines = []
+    for name, found in by_name.items():
+        cells: list[Any] = [name, found["text"]["perplexity"], found["text"]["kl"]]
+        cells.append(found["text_long"].get("perplexity", "-"))
+        cells += [_answers(found[task], by_name["original"][task]) for task in questions]
+        cells += [f"{np.mean(found[task]['exact']):.2f}" for task in needles]
+        lines.append(cells)
+    return report.markdown_table(header, lines)
+
+
+def _answers(row: Row, original: Row) -> str:
+    gap, low, high = (100 * value for value in mean_interval(np.subtract(row["exact"], original["exact"])))
+    exact, f1 = 100 * np.mean(row["exact"]), 100 * np.mean(row["f1"])
+    return f"{exact:.1f} / {f1:.1f}, {gap:+.1f} [{low:+.1f}, {high:+.1f}], n = {len(row['exact'])}"
+
+
+def shift_table(by_name: dict[str, dict[str, Row]], shift: int) -> str:
+    """What a question predicts behind a context that was cached elsewhere."""
+    lines = [
+        (name, found["shift"]["kl_rotated"], found["shift"]["kl_naive"], found["shift"]["items"])
+        for name, found in by_name.items()
+        if "shift" in found
+    ]
+    header = ("variant", f"nats, moved by {shift}, keys turned", "nats, keys not turned", "questions")
+    return report.markdown_table(header, lines)
