@@ -23,12 +23,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, UInt64
 
 from irminsul.winnowing import window_minima
-
-GEAR_WINDOW = 64
-"""Tokens the rolling hash sees: one per bit."""
-
-SPLITMIX_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-SPLITMIX_LAST_SHIFT = 31
+from pallas_kernels.gear_hash import GEAR_WINDOW, SPLITMIX_LAST_SHIFT, SPLITMIX_STEPS
 
 _BLOCK = 32768
 """Tokens hashed at a time: three buffers of 256 KiB stay in a core's second-level cache."""

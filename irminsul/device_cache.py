@@ -12,12 +12,13 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from irminsul import fingerprint, uint64
+from irminsul import fingerprint
 from irminsul.cache import CacheConfig, ContentCache
 from irminsul.page_tree import PageTree
 from irminsul.pool import LatentPool
 from irminsul.registry import HintTable, Registry
-from irminsul.uint64 import UInt64
+from pallas_kernels.gear_hash import uint64
+from pallas_kernels.gear_hash.uint64 import UInt64
 
 
 @struct.dataclass

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int, Int32, UInt32
 
-from irminsul import uint64
-from irminsul.chunking import GEAR_WINDOW, SPLITMIX_LAST_SHIFT, SPLITMIX_STEPS, ChunkingConfig
-from irminsul.uint64 import UInt64
+from irminsul.chunking import ChunkingConfig
+from pallas_kernels.gear_hash import GEAR_WINDOW
+from pallas_kernels.gear_hash.rolling import rolling_hashes
+from pallas_kernels.gear_hash.uint64 import UInt64
 
 
 class DeviceBoundaries(NamedTuple):
@@ -32,33 +33,6 @@ class DeviceBoundaries(NamedTuple):
     anchor_ends: Int32[Array, " A"]
     num_anchors: Int32[Array, ""]
     complete: Bool[Array, ""]
-
-
-def gear(tokens: Int[Array, " T"], config: ChunkingConfig) -> UInt64:
-    """The 64 random bits that stand for each token id."""
-    value = uint64.add(uint64.from_uint32(tokens), uint64.constant(config.gear_offset))
-    for shift, factor in SPLITMIX_STEPS:
-        value = uint64.multiply(uint64.xor(value, uint64.shift_right(value, shift)), uint64.constant(factor))
-    return uint64.xor(value, uint64.shift_right(value, SPLITMIX_LAST_SHIFT))
-
-
-def rolling_hashes(
-    tokens: Int[Array, " T"], config: ChunkingConfig, windows: tuple[int, ...] = (GEAR_WINDOW,)
-) -> tuple[UInt64, ...]:
-    """For each window size the hash ``[T]``; see `irminsul.chunking.rolling_hashes`."""
-
-    def delayed(part: Array, count: int) -> Array:
-        return jnp.pad(part, (count, 0))[: part.shape[0]]
-
-    value = gear(tokens, config)
-    results = {1: value}
-    window = 1
-    while window < max(windows):
-        earlier = UInt64(delayed(value.high, window), delayed(value.low, window))
-        value = uint64.add(value, uint64.shift_left(earlier, window))
-        window *= 2
-        results[window] = value
-    return tuple(results[window] for window in windows)
 
 
 def boundaries(
@@ -84,7 +58,7 @@ def boundaries(
         forced = marked if forced is None else forced | marked
     anchor_capacity = total if anchor_capacity is None else anchor_capacity
     length = jnp.asarray(length, jnp.int32)
-    anchor_hashes, hashes = rolling_hashes(tokens, config, (config.anchor_window, GEAR_WINDOW))
+    anchor_hashes, hashes = rolling_hashes(tokens, config.gear_offset, (config.anchor_window, GEAR_WINDOW))
     exclusive_ends = jnp.arange(1, total + 1, dtype=jnp.int32)
     inside = exclusive_ends <= length
 

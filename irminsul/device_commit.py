@@ -17,7 +17,7 @@ from irminsul.device_plan import DeviceContent, DevicePlan
 from irminsul.device_tree import attach, release
 from irminsul.page_tree import FREE, NONE
 from irminsul.plan import ROOT_WINDOW, SHIFTED
-from irminsul.uint64 import UInt64
+from pallas_kernels.gear_hash.uint64 import UInt64
 
 
 class Allocation(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Int, Int8, Int32
 
-from irminsul import device_chunking, xxhash64
+from irminsul import device_chunking
 from irminsul.chunking import ChunkingConfig
 from irminsul.device_cache import DeviceHintTable, DevicePageTree
 from irminsul.device_registry import lookup
@@ -19,7 +19,8 @@ from irminsul.device_tree import Trail, walk_left, walk_right
 from irminsul.plan import BINS, EVICTED, EXACT, LAST, NEW, REFUSED, ROOT_WINDOW, SHIFTED, SHORT, SINK
 from irminsul.policies import Policy, looked_for
 from irminsul.registry import WAYS
-from irminsul.uint64 import UInt64
+from pallas_kernels.gear_hash import xxhash64
+from pallas_kernels.gear_hash.uint64 import UInt64
 
 NO_BIN = -1
 """Bin of what lies behind the prompt."""

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int, Int32
 
 from irminsul.device_cache import DeviceHintTable, DevicePageTree
 from irminsul.registry import SAME, STALE, UNUSED
-from irminsul.uint64 import UInt64
+from pallas_kernels.gear_hash.uint64 import UInt64
 
 
 class Hints(NamedTuple):

@@ -24,7 +24,7 @@ from irminsul.device_plan import ATTEMPTS, NO_BIN, DeviceContent, DevicePlan, pl
 from irminsul.device_tree import release
 from irminsul.policies import Policy
 from irminsul.prefill import check_storage
-from irminsul.uint64 import UInt64
+from pallas_kernels.gear_hash.uint64 import UInt64
 from pallas_kernels.page_table import PageTable
 
 

@@ -4,8 +4,8 @@ A fingerprint is the xxHash64 (Collet, github.com/Cyan4973/xxHash) of int32 litt
 xxHash64 of the key: tenant, model digest, adapter, cache format. xxHash64 does not resist collisions made on purpose,
 so every hit compares token ids.
 
-`HashFunction` takes the bytes and a 64-bit seed; tests inject weaker ones. `irminsul.xxhash64` computes the same values
-inside ``jax.jit``.
+`HashFunction` takes the bytes and a 64-bit seed; tests inject weaker ones. `pallas_kernels.gear_hash.xxhash64` computes
+the same values inside ``jax.jit``.
 """
 
 import struct

@@ -18,11 +18,12 @@ import jax
 import numpy as np
 from absl import app, flags
 
-from irminsul import device_cache, device_registry, uint64
+from irminsul import device_cache, device_registry
 from irminsul.cache import CacheConfig
 from irminsul.engine import Engine
 from irminsul.page_tree import FREE, PageTree, new_page_tree
 from irminsul.registry import HintTable, insert, lookup, new_hint_table
+from pallas_kernels.gear_hash import uint64
 
 ENTRIES = (1_000, 10_000, 100_000, 1_000_000)
 LATENT_WIDTH, ROPE_WIDTH, LAYERS = 512, 64, 61  # DeepSeek-V3

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irminsul import chunking, device_chunking, uint64
+from irminsul import chunking, device_chunking
 from irminsul.chunking import ChunkingConfig
+from pallas_kernels.gear_hash import rolling, uint64
 from tests.baselines.sequential_gear import sequential_boundaries
 
 DEFAULT = ChunkingConfig()
@@ -119,7 +120,7 @@ def test_doubling_equals_the_recurrence_across_blocks(seed, count, block):
             == sum(g << j for j, g in enumerate(gears[max(0, index - 31) : index + 1][::-1])) % 2**64
         )
         assert int(hashes[2][index]) == value
-    on_device = device_chunking.rolling_hashes(jnp.asarray(np.resize(tokens, 503)), DEFAULT, (1, 32, 64))
+    on_device = rolling.rolling_hashes(jnp.asarray(np.resize(tokens, 503)), DEFAULT.gear_offset, (1, 32, 64))
     for host, device in zip(hashes, on_device, strict=True):
         np.testing.assert_array_equal(uint64.to_numpy(device)[:count], host)
 

@@ -12,7 +12,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from irminsul import fingerprint, uint64, xxhash64
+from irminsul import fingerprint
+from pallas_kernels.gear_hash import uint64, xxhash64
 
 CAPACITY, RANGES, LONGEST = 1009, 7, 512
 SEEDS = st.integers(0, 2**64 - 1)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int
 
-from irminsul.uint64 import (
+from pallas_kernels.gear_hash.uint64 import (
     UInt64,
     add,
     constant,
