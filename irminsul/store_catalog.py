@@ -215,10 +215,11 @@ def hints_of_rows(content: PromptContent, begin: int, pure: np.ndarray) -> dict[
 
     anchors = ending_here(content.anchor_ends, content.anchor_fingerprints)
     chunks = ending_here(content.chunk_ends, content.chunk_fingerprints)
+    windows = ending_here(content.window_ends, content.window_fingerprints)
     ends = np.concatenate([content.chunk_ends, [ROOT_WINDOW]])
     keys, row_ends = ending_here(ends, np.concatenate([content.chain_fingerprints, [content.root_fingerprint]]))
     exact = pure[row_ends - 1]
     return {
-        "content": Hints(*(np.concatenate(parts) for parts in zip(anchors, chunks, strict=True))),
+        "content": Hints(*(np.concatenate(parts) for parts in zip(anchors, chunks, windows, strict=True))),
         "chain": Hints(keys[exact], row_ends[exact]),
     }

@@ -29,7 +29,6 @@ ORPHAN_NAME = "orphan"  # parent of a page whose left context was gone when it w
 HINT_TABLES = ("content", "chain")
 NAMED_ROWS = ("tokens", "pure", "decoded")  # the row arrays that make a page another page
 RECORD_HEADER = ("owner", "parent", "parent_end", "base_position", "writers")
-PLAIN = "biufc"  # numpy kinds that safetensors reads back; others travel as unsigned integers
 
 
 class StoredObjectError(ValueError):
@@ -118,8 +117,9 @@ def unseal(data: bytes) -> bytes:
 def pack(arrays: Mapping[str, np.ndarray], header: Mapping[str, object]) -> bytes:
     """Seals named arrays of any dtype and a header of JSON values."""
     dtypes = {name: array.dtype.name for name, array in arrays.items()}
-    plain = {
-        name: np.ascontiguousarray(array if array.dtype.kind in PLAIN else array.view(f"u{array.dtype.itemsize}"))
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    plain = {  # safetensors reads back what numpy knows by itself; bfloat16 and the like travel as unsigned integers
+        name: array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
         for name, array in arrays.items()
     }
     text = json.dumps({**header, "dtypes": dtypes}).encode()

@@ -4,8 +4,9 @@ import numpy as np
 import tensorstore
 
 from irminsul.cache import ContentCache
+from irminsul.cache_key import request_key
 from irminsul.policies import get_policy
-from irminsul.prefill import complete, prefill, request_key
+from irminsul.prefill import complete, prefill
 from irminsul.store import Store
 from tests.irminsul.serving import Served, outputs
 

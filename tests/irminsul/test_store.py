@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from irminsul.cache import new_cache
+from irminsul.cache_key import request_key
 from irminsul.compilation import count_compilations
 from irminsul.page_tree import FREE
 from irminsul.policies import get_policy
 from irminsul.pool import new_pool
-from irminsul.prefill import request_key
+from irminsul.prefill import complete, prefill
 from irminsul.store import Store
 from irminsul.store_backend import Backend, HostTier, StoreLockedError
 from irminsul.store_transfer import gather_pages, page_rows, scatter_pages, start_gather, write_pages
@@ -283,6 +284,33 @@ def test_pages_move_in_place_and_in_batches(model):
         for page, place, fill in zip(source, target, fills, strict=True):
             np.testing.assert_array_equal(new[:, place, :fill], old[:, page, :fill])
             assert not new[:, place, fill:].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+def test_rows_of_every_kind_come_back_bit_for_bit(model, config, dtype):
+    """Whatever a pool holds of a row, scales of quantised latents and dependence among it."""
+    config = dataclasses.replace(config, dtype=dtype)
+    rng, tokens, policy, kv = np.random.default_rng(0), random_tokens(6, 90), get_policy("irminsul"), memory_store()
+    with Store(kv, None, config) as store:
+        result = prefill(None, new_cache(config, model.row_format), tokens)
+        noise = jax.tree.map(
+            lambda array: jnp.asarray(rng.integers(0, 120, array.shape)).astype(array.dtype), result.cache.pool
+        )
+        cache = complete(result.cache.replace(pool=noise), result.request)
+        store.keep(cache, result.request)
+    with Store(kv, None, config, write=False) as store:
+        loaded = new_cache(config, model.row_format)
+        loaded = store.load(loaded, request_key(loaded, None, "default", ""), tokens, policy)
+    arrays = {name for name, array in vars(loaded.pool).items() if array is not None}
+    assert arrays >= {"latent_pages", "rope_pages", "dependence"}
+    assert ("latent_scale" in arrays) == (dtype in ("float8_e4m3fn", "int8"))
+    for tree_page in np.flatnonzero(loaded.tree.namespace != FREE).tolist():
+        fill, begin = loaded.tree.fill[tree_page], loaded.tree.base_position[tree_page]
+        page = int(np.flatnonzero((cache.tree.namespace != FREE) & (cache.tree.base_position == begin))[0])
+        for name in arrays:
+            kept, found = (np.asarray(getattr(one.pool, name)) for one in (cache, loaded))
+            assert kept[:, page, :fill].tobytes() == found[:, tree_page, :fill].tobytes(), name
+    assert (loaded.tree.namespace != FREE).sum() >= 7  # all but perhaps that of the last token
 
 
 def test_only_what_would_be_served_is_loaded(model, config, empty, kept):

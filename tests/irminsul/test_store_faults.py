@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from irminsul.cache import CacheConfig, new_cache
+from irminsul.cache_key import request_key
 from irminsul.page_tree import FREE
 from irminsul.policies import get_policy
-from irminsul.prefill import complete, prefill, request_key
+from irminsul.prefill import complete, prefill
 from irminsul.store import Store
 from irminsul.store_backend import Backend, StoreWriteError
 from irminsul.store_transfer import page_rows, start_gather, write_pages
