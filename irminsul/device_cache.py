@@ -16,6 +16,7 @@ from irminsul import fingerprint
 from irminsul.cache import CacheConfig, ContentCache
 from irminsul.page_tree import PageTree
 from irminsul.pool import LatentPool
+from irminsul.provenance import Provenance
 from irminsul.registry import HintTable, Registry
 from pallas_kernels.gear_hash import uint64
 from pallas_kernels.gear_hash.uint64 import UInt64
@@ -104,12 +105,19 @@ def to_device(cache: ContentCache) -> DeviceCache:
     )
 
 
-def to_host(carry: DeviceCache, config: CacheConfig, namespaces: tuple[bytes, ...]) -> ContentCache:
-    """The carry as a cache for ``prefill`` and ``Engine``; the inverse of ``to_device``. The pool is shared."""
+def to_host(
+    carry: DeviceCache, config: CacheConfig, namespaces: tuple[bytes, ...], provenance: Provenance | None = None
+) -> ContentCache:
+    """The carry as a cache for ``prefill`` and ``Engine``; the inverse of ``to_device``. The pool is shared.
+
+    ``provenance`` is that of the cache the session began with. Turns leave no record, so what they wrote has an unknown
+    context, which ``forget`` takes to hold everything.
+    """
     tree = PageTree(**{field.name: np.array(getattr(carry.tree, field.name)) for field in fields(PageTree)})
     hints = Registry(_hint_table_to_host(carry.content), _hint_table_to_host(carry.chain))
     in_flight = np.zeros(config.num_pages, np.int32)
-    return ContentCache(carry.pool, tree, hints, in_flight, int(tree.clock), namespaces, config)
+    known = Provenance() if provenance is None else provenance.copy()
+    return ContentCache(carry.pool, tree, hints, in_flight, int(tree.clock), namespaces, config, known)
 
 
 def _tree_to_device(tree: PageTree) -> DevicePageTree:

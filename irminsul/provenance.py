@@ -12,11 +12,12 @@ whatever is to be forgotten in their namespace.
 
 import dataclasses
 from collections.abc import Collection
+from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 
-from irminsul.page_tree import PageTree, gather
+from irminsul.page_tree import PageTree, Piece
 from irminsul.plan import ReusePlan
 
 BEGIN, END, WRITER, POSITION, NAMESPACE = range(5)
@@ -88,19 +89,10 @@ class Provenance:
             self.collect(tree)
             self.collect_at = 2 * len(self.computations) + _SPARE_RECORDS
         tokens = plan.content.tokens
-        pieces = [piece for span in plan.spans for piece in span.pieces]
         computed = np.ones(len(tokens), bool)
-        sources = np.zeros((0, 5), np.int32)
-        if pieces:
-            page, row_begin, row_end, position = np.array(pieces, np.int64).T
-            rows = row_end - row_begin
-            within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)
-            served = np.repeat(position, rows) + within
-            computed[served] = False
-            writer = gather(tree.writer, [(piece.page, piece.row_begin, piece.row_end) for piece in pieces])
-            place = np.repeat(tree.base_position[page] + row_begin, rows) + within
-            namespace = np.repeat(tree.namespace[page], rows)
-            sources = _runs(served, writer, place, namespace)
+        for span in plan.spans:
+            computed[span.begin : span.end] = span.computed
+        sources = _sources(tree, [piece for span in plan.spans for piece in span.pieces])
         self.computations[int(tree.clock)] = Computation(plan.namespace, len(tokens), tokens[computed], sources)
 
     def extend(self, request: int, generated: Int32[np.ndarray, " U"]) -> None:
@@ -188,15 +180,31 @@ def _first(sequence: Int32[np.ndarray, " T"], run: Int32[np.ndarray, " X"]) -> i
     return int(places[0]) if len(places) else None
 
 
-def _runs(
-    served: Int64[np.ndarray, " n"],
-    writer: Int32[np.ndarray, " n"],
-    place: Int64[np.ndarray, " n"],
-    namespace: Int32[np.ndarray, " n"],
-) -> Int32[np.ndarray, "S 5"]:
-    """The lines ``(begin, end, writer, position, namespace)`` of tokens served in order, one by one."""
-    breaks = (np.diff(writer) != 0) | (np.diff(place) != 1) | (np.diff(served) != 1) | (np.diff(namespace) != 0)
-    starts = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-    counts = np.diff(np.append(starts, len(served)))
-    begin = served[starts]
-    return np.stack([begin, begin + counts, writer[starts], place[starts], namespace[starts]], axis=1).astype(np.int32)
+def _sources(tree: PageTree, pieces: list[Piece]) -> Int32[np.ndarray, "S 5"]:
+    """The lines ``(begin, end, writer, position, namespace)`` of the rows that a plan reads, in prompt order."""
+    if not pieces:
+        return np.zeros((0, 5), np.int32)
+    page, row, end, begin = np.array(pieces, np.int32).T
+    # Copied rows stand before a page's own, and are older: equal writers at both ends are one writer.
+    mixed = np.flatnonzero(tree.writer[page, row] != tree.writer[page, end - 1])
+    if len(mixed):
+        whole = {index: [piece] for index, piece in enumerate(pieces)}
+        whole |= {index: _by_writer(tree, pieces[index]) for index in mixed.tolist()}
+        pieces = [part for parts in whole.values() for part in parts]
+        page, row, end, begin = np.array(pieces, np.int32).T
+    writer, namespace, position = tree.writer[page, row], tree.namespace[page], tree.base_position[page] + row
+    goes_on = (begin[1:] == begin[:-1] + (end - row)[:-1]) & (position[1:] == position[:-1] + (end - row)[:-1])
+    goes_on &= (writer[1:] == writer[:-1]) & (namespace[1:] == namespace[:-1])
+    first, last = np.flatnonzero(np.append(True, ~goes_on)), np.flatnonzero(np.append(~goes_on, True))
+    lines = begin[first], (begin + end - row)[last], writer[first], position[first], namespace[first]
+    return np.stack(lines, axis=1)
+
+
+def _by_writer(tree: PageTree, piece: Piece) -> list[Piece]:
+    """A piece cut where its rows change from one request's to another's."""
+    writer = tree.writer[piece.page, piece.row_begin : piece.row_end]
+    cuts = [0, *(np.flatnonzero(np.diff(writer)) + 1).tolist(), len(writer)]
+    return [
+        Piece(piece.page, piece.row_begin + begin, piece.row_begin + end, piece.position + begin)
+        for begin, end in pairwise(cuts)
+    ]
