@@ -8,7 +8,7 @@ into tiles; the plan, which layers share, is made once a program of many calls. 
 host's clock around the program stands in. Ceilings are measured between the shapes, in the power state they run in.
 
 A row is one shape and one pattern of distances; ``rotation`` false is the same kernel with rotation compiled out.
-``--quick`` takes the odd little shapes of ``arg_specs.SMALL``, which run anywhere in seconds.
+``--quick`` takes the odd little shapes of ``arg_specs.SMALL``, which run anywhere in seconds; a CPU takes no others.
 """
 
 import argparse
@@ -87,10 +87,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="little shapes, few repeats")
     parser.add_argument("--only", default="", help="shapes to run, comma-separated: heads_batch_tokens_length")
     options = parser.parse_args(argv)
-    specs = SMALL if options.quick else DECODE + EXTEND
+    quick = options.quick or jax.devices()[0].platform == "cpu"
+    specs = SMALL if quick else DECODE + EXTEND
     chosen = [spec for spec in specs if not options.only or _shape(spec) in options.only.split(",")]
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for result in run(chosen, 2 if options.quick else REPEATS, 64 if options.quick else MATMUL_SIZE):
+    for result in run(chosen, 2 if quick else REPEATS, 64 if quick else MATMUL_SIZE):
         # Written after every shape: a run that is cut short leaves what it has.
         options.out.write_text(json.dumps(result, indent=1) + "\n")
 

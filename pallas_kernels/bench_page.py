@@ -1,0 +1,169 @@
+"""Writes the figures of ``pallas_kernels.bench`` into their page: a table beside peers, cost of rotation, a roofline.
+
+    python -m pallas_kernels.bench_page --directory=docs/benchmarks
+
+Reads ``rotated_latent_attention_h200.json`` and ``rotated_latent_attention_peers_h200.json``, draws
+``rotated_latent_attention_roofline.svg`` and replaces what stands between the two marks of
+``rotated_latent_attention.md``; the rest of the page is written by hand.
+
+The floor of a shape is the larger of its bytes (each visible row once) over the copy rate and its operations over the
+sustained product rate, both of the same run. Peers were measured on another machine, so their times are scaled by the
+ratio of the ceiling that binds the shape.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from pallas_kernels.rotated_latent_attention.arg_specs import ArgSpec
+
+BEGIN, END = "<!-- figures: written by pallas_kernels.bench_page -->", "<!-- end of figures -->"
+SHAPE = ("heads", "batch", "query_tokens", "kv_length")
+
+Row = dict[str, Any]
+Shape = tuple[int, int, int, int]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--directory", type=Path, default=Path("docs/benchmarks"))
+    directory = parser.parse_args(argv).directory
+    result, peers = (
+        json.loads((directory / f"rotated_latent_attention{kind}_h200.json").read_text()) for kind in ("", "_peers")
+    )
+    page = directory / "rotated_latent_attention.md"
+    before, rest = page.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    page.write_text("".join((before, BEGIN, "\n\n", figures(result, peers), "\n", END, after)))
+    draw(result, directory / "rotated_latent_attention_roofline.svg")
+
+
+def figures(result: dict[str, Any], peers: dict[str, Any]) -> str:
+    """The tables, as Markdown."""
+    ceilings = result["ceilings"]
+    lines = [
+        f"{result['environment']['device']}, JAX {result['environment']['jax']}; ceilings of the run: copy "
+        f"{ceilings['copy_gbps']:.0f} GB/s, sustained product {ceilings['matmul_tflops']:.0f} TFLOP/s.",
+        "",
+        "| H, B, T, L | us | kernel alone | TFLOP/s | GB/s | of the floor | best peer, scaled | peer / ours | error |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    peer_times = best_peers(peers, ceilings)
+    for shape, rows in by_shape(result).items():
+        for row in rows:
+            if row["form"] == "absorbed" and row["rotation"] and row["delta_pattern"] == "every_8_pages":
+                peer = peer_times.get(shape)
+                lines.append(
+                    f"| {', '.join(map(str, shape))} | {row['microseconds']:.1f} | {row['kernel_microseconds']:.1f} "
+                    f"| {row['tflops']:.0f} | {row['gbps']:.0f} | {floor(shape, ceilings) / row['microseconds']:.0%} "
+                    + (f"| {peer:.1f} | {peer / row['microseconds']:.2f} " if peer else "| - | - ")
+                    + f"| {row['relative_error']:.1e} |"
+                )
+    lines += ["", *rotation_table(result), "", *expanded_table(result, peer_times)]
+    return "\n".join(lines) + "\n"
+
+
+def rotation_table(result: dict[str, Any]) -> list[str]:
+    """Time of each pattern over that of the same kernel with rotation compiled out, on the same table."""
+    lines = [
+        "| H, B, T, L | rotation compiled out, us | every 8 pages | no distance, us | every page, us |",
+        "|---|---|---|---|---|",
+    ]
+    for shape, rows in by_shape(result).items():
+        times = {
+            (row["rotation"], row["delta_pattern"]): row["microseconds"] for row in rows if row["form"] == "absorbed"
+        }
+        without = times.get((False, "every_8_pages"))
+        if without:
+            lines.append(
+                f"| {', '.join(map(str, shape))} | {without:.1f} | {times[True, 'every_8_pages'] / without - 1:+.1%} "
+                f"| {times[True, 'none']:.1f} | {times[True, 'every_page']:.1f} |"
+            )
+    return lines
+
+
+def expanded_table(result: dict[str, Any], peer_times: dict[Shape, float]) -> list[str]:
+    """Both forms of extends; the expanded one from gathering to attention."""
+    lines = ["| H, B, T, L | absorbed, us | expanded, us | best absorbed peer, scaled |", "|---|---|---|---|"]
+    for shape, rows in by_shape(result).items():
+        times = {
+            row["form"]: row["microseconds"]
+            for row in rows
+            if row["delta_pattern"] == "every_8_pages" and row["rotation"]
+        }
+        if "expanded" in times:
+            lines.append(
+                f"| {', '.join(map(str, shape))} | {times['absorbed']:.1f} | {times['expanded']:.1f} "
+                f"| {peer_times.get(shape, float('nan')):.1f} |"
+            )
+    return lines
+
+
+def by_shape(result: dict[str, Any]) -> dict[Shape, list[Row]]:
+    """Rows under their shape, in the order of the file."""
+    shapes: dict[Shape, list[Row]] = {}
+    for row in result["rows"]:
+        heads, batch, tokens, length = (row[name] for name in SHAPE)
+        shapes.setdefault((heads, batch, tokens, length), []).append(row)
+    return shapes
+
+
+def floor(shape: Shape, ceilings: dict[str, float]) -> float:
+    """Microseconds below which no kernel of the absorbed form gets at these ceilings."""
+    return max(_floors(shape, ceilings))
+
+
+def best_peers(peers: dict[str, Any], ceilings: dict[str, float]) -> dict[Shape, float]:
+    """The fastest peer's microseconds per shape, as they would be at ``ceilings``."""
+    times = {}
+    for shape, (row, *_) in by_shape(peers).items():
+        memory, products = _floors(shape, peers["ceilings"])
+        ceiling = "copy_gbps" if memory > products else "matmul_tflops"
+        fastest = min(time for name, time in row.items() if name not in SHAPE)
+        times[shape] = fastest * peers["ceilings"][ceiling] / ceilings[ceiling]
+    return times
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Rate over operations a byte, on logarithmic axes, under the two ceilings of the run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ceilings = result["ceilings"]
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    intensities = [2**power for power in range(3, 13)]
+    roof = [min(ceilings["matmul_tflops"], intensity * ceilings["copy_gbps"] * 1e-3) for intensity in intensities]
+    axes.plot(intensities, roof, color="black", linewidth=1, label="ceilings of the run")
+    for heads, marker in ((16, "o"), (64, "s"), (128, "^")):
+        points = [
+            (_spec(shape).flops / _spec(shape).row_bytes, row["tflops"])
+            for shape, rows in by_shape(result).items()
+            for row in rows
+            if shape[0] == heads and row["form"] == "absorbed" and row["rotation"] and row["delta_pattern"] != "none"
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, label=f"H = {heads}", fillstyle="none")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte of rows", ylabel="TFLOP/s")
+    axes.legend(frameon=False)
+    # The same figures give the same file: no date, no random names.
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+        figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _spec(shape: Shape) -> ArgSpec:
+    heads, batch, tokens, length = shape
+    return ArgSpec(heads, batch, tokens, length)
+
+
+def _floors(shape: Shape, ceilings: dict[str, float]) -> tuple[float, float]:
+    """Microseconds to move the rows once, and to do the products."""
+    spec = _spec(shape)
+    return spec.row_bytes / ceilings["copy_gbps"] * 1e-3, spec.flops / ceilings["matmul_tflops"] * 1e-6
+
+
+if __name__ == "__main__":
+    main()
