@@ -82,6 +82,7 @@ class Task:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs what the arguments choose and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/rotated_latent_attention.json"))
     parser.add_argument("--quick", action="store_true", help="little shapes, few repeats")
@@ -120,6 +121,7 @@ def run(specs: list[ArgSpec], repeats: int, matmul_size: int) -> Iterator[dict[s
 
 
 def environment() -> dict[str, str]:
+    """Where the figures were obtained, and with which timer."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -159,6 +161,7 @@ def operands_of(task: Task) -> Operands:
 
 
 def attention(task: Task) -> Attend:
+    """What the task calls: the Hopper kernels where programs are compiled for them, else what the API chooses."""
     scale = float((KEY_WIDTH + task.spec.rope_width) ** -0.5)
     if task.form == "expanded":
         implementation: api.Implementation | None = "mosaic_gpu" if api.hopper_available() else None
@@ -191,6 +194,7 @@ def compiled(task: Task) -> jax.stages.Compiled:
 
 
 def timed_rows(task: Task, program: Future[jax.stages.Compiled], repeats: int) -> Iterator[dict[str, Any]]:
+    """One row a pattern of the task."""
     run_program, operands = program.result(), operands_of(task)
     for pattern in task.patterns:
         spec = replace(task.spec, delta_pattern=pattern)

@@ -26,6 +26,7 @@ Shape = tuple[int, int, int, int]
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Writes the page and the picture of a directory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, default=Path("docs/benchmarks"))
     directory = parser.parse_args(argv).directory

@@ -57,6 +57,7 @@ def tensor_core_product_beside(factors: Factors, start: Any, beside: Callable[[]
 
 
 def interpreted_product(factors: Factors, start: Any = None) -> Any:
+    """``tensor_core_product`` in the interpreter."""
     total = 0.0 if start is None else start
     for left, right, barrier in factors:
         if barrier is not None:
@@ -67,6 +68,7 @@ def interpreted_product(factors: Factors, start: Any = None) -> Any:
 
 
 def interpreted_product_beside(factors: Factors, start: Any, beside: Callable[[], tuple], results: tuple) -> tuple:
+    """``tensor_core_product_beside`` in the interpreter, one after the other."""
     del results
     return interpreted_product(factors, start), *beside()
 
