@@ -37,7 +37,10 @@ def start_gather(pool: Any, pages: Sequence[int], batch: int) -> Any:
 
 def page_rows(gathered: Any, index: int, fill: int) -> dict[str, np.ndarray]:
     """The first ``fill`` rows of page ``index`` of what ``start_gather`` returned, by array, on the host."""
-    return {_name(path): np.asarray(array)[:, index, :fill] for path, array in tree_leaves_with_path(gathered)}
+    return {
+        _name(path): np.ascontiguousarray(np.asarray(array)[:, index, :fill])
+        for path, array in tree_leaves_with_path(gathered)
+    }
 
 
 def fits_pool(pool: Any, rows: Mapping[str, np.ndarray], fill: int) -> bool:

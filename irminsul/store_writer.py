@@ -64,7 +64,13 @@ class WriteBehind:
         self._thread.start()
 
     def put(self, job: WriteJob | DeleteJob) -> None:
-        """Queues a job; waits while the queue is full."""
+        """Queues a job; waits while the queue is full.
+
+        Raises:
+          ValueError: after ``close``.
+        """
+        if not self._thread.is_alive():
+            raise ValueError("store is closed; open it again")
         if isinstance(job, WriteJob):
             with self._lock:
                 self._pending |= {name: (job, index) for index, name in enumerate(job.names)}
@@ -88,8 +94,9 @@ class WriteBehind:
 
     def close(self) -> None:
         """Finishes the queue and ends the thread."""
-        self._jobs.put(None)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

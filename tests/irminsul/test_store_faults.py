@@ -126,6 +126,14 @@ def test_a_store_that_cannot_be_read_or_written_costs_hits_and_nothing_else(
         assert keys_of(kv, "index")
 
 
+def test_a_closed_store_says_so(model, config, empty):
+    store = Store(memory_store(), model, config)
+    store.close()
+    store.close()
+    with pytest.raises(ValueError, match="closed; open it again"):
+        serve_stored(model, store, empty(), PROMPT)
+
+
 def test_a_crash_at_any_write_leaves_a_readable_store(model, config, empty, monkeypatch):
     """The n-th object and all behind it are never written, for every n: what is there is served, right and in part."""
     tokens = random_tokens(2, 45)
