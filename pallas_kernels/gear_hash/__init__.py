@@ -4,9 +4,9 @@
 forms (``irminsul.chunking``, ``irminsul.fingerprint``) bit for bit.
 
 These are XLA programs and there is no Pallas kernel beside them. Six doubling steps of the rolling hash are shifts and
-additions of whole arrays, and a prompt of 32,768 tokens is 256 KiB of hashes: less to move than one page of latents in
-each of a few layers. xxHash64 hashes all ranges side by side and is as long as its longest range. Neither would show
-beside the attention of the tokens it saves.
+additions of whole arrays, and the hashes of 32,768 tokens are 256 KiB, as much as four pages of latents in one layer.
+xxHash64 hashes all ranges side by side and takes as many steps as the longest of them has stripes. A kernel would gain
+nothing that shows beside the attention of the tokens that are saved.
 """
 
 GEAR_WINDOW = 64
