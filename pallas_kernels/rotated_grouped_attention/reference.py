@@ -93,7 +93,9 @@ def rotated_grouped_attention_with_reach(
             *softmax, weights, kept = _accumulate(carry[:3], grouped, key, value, visible, scale)
             if not distances:
                 return *softmax, carry[3]
-            far = weight_beyond("MJQN,MNK->MJQK", weights, query_position, position, distances)
+            far = weight_beyond(
+                weights, query_position, position, distances, query_axis=0, page_size=key_pages.shape[2]
+            )
             return *softmax, kept[..., None] * carry[3] + far
 
         attended = jax.lax.fori_loop(0, -(-used // ENTRIES_PER_STEP), attend_step, carry)

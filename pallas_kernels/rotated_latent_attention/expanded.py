@@ -100,7 +100,7 @@ def expanded_latent_attention_with_reach(
         out = state[1] * rescale[..., None] + matmul("HMN,HVN->HMV", weights, value)
         if not distances:
             return softmax, out, state[2]
-        far = weight_beyond("HMN,MNK->HMK", weights, query_position, rows.position, distances)
+        far = weight_beyond(weights, query_position, rows.position, distances, query_axis=1, page_size=page_size)
         return softmax, out, state[2] * rescale[..., None] + far
 
     start = (

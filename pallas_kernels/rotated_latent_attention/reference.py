@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Real
 
-from pallas_kernels.attention_reach import Distances, share, weight_beyond
+from pallas_kernels.attention_reach import NEVER, Distances, share, weight_beyond
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 
@@ -29,9 +29,6 @@ DECODE_TOKENS_PER_REQUEST = 4
 DECODE_TOKENS_AT_ONCE = 16
 # Query tokens a block where one request after the other is served.
 RAGGED_BLOCK = 64
-
-# Position of a row that no query sees.
-NEVER = jnp.iinfo(jnp.int32).max
 
 
 def rotated_latent_attention(
@@ -150,7 +147,7 @@ def attend_one_table(
         out = state[1] * rescale[..., None] + new.reshape(tokens, heads, width)
         if not distances:
             return softmax, out, state[2]
-        far = weight_beyond("MHN,MNK->MHK", weights, position, rows.position, distances)
+        far = weight_beyond(weights, position, rows.position, distances, query_axis=0, page_size=page_size)
         return softmax, out, state[2] * rescale[..., None] + far
 
     start = (

@@ -14,6 +14,7 @@ from irminsul.dependence import DISTANCES, dependence_at
 from irminsul.prefill import complete, prefill
 from models import families
 from models.kv_view import DenseView
+from pallas_kernels.attention_reach import group_rows
 from pallas_kernels.rotary import rotate
 from tests.irminsul.conftest import TINY_MLA
 from tests.irminsul.serving import random_tokens, serve
@@ -72,6 +73,17 @@ def attention_weights(model, tokens) -> np.ndarray:
     return np.asarray(view.weights, np.float64)
 
 
+def nearest_of_group(cache, length) -> np.ndarray:
+    """``[T]``: the last position of the group of neighbouring rows that each token's row is counted with."""
+    nearest, tree = np.zeros(length, int), cache.tree
+    rows = group_rows(tree.page_size)
+    for page in np.flatnonzero(tree.namespace >= 0):
+        fill, begin = int(tree.fill[page]), int(tree.base_position[page])
+        ends = np.minimum((np.arange(fill) // rows + 1) * rows, fill)
+        nearest[begin : begin + fill] = begin + ends - 1
+    return nearest
+
+
 def profiles_of(cache, length) -> np.ndarray:
     """``[T, K]`` of the one prompt in a cache."""
     profile = np.full((length, len(DISTANCES)), np.nan, np.float32)
@@ -86,7 +98,7 @@ def profiles_of(cache, length) -> np.ndarray:
 def test_profiles_are_the_largest_share_of_attention_beyond_each_distance(model, config, mode):
     tokens = random_tokens(1, 307)
     cache = serve(model, new_cache(config, model.row_format), tokens, "prefix", mode).cache
-    distance = np.arange(307)[:, None] - np.arange(307)[None, :]
+    distance = np.arange(307)[:, None] - nearest_of_group(cache, 307)[None, :]
     expected = np.zeros((307, len(DISTANCES)))
     for weights in attention_weights(model, tokens):
         for k, limit in enumerate(DISTANCES):
