@@ -21,11 +21,15 @@ PROMPT = random_tokens(0, 301)
 FIRST = """
 import sys, time
 import numpy as np
+from irminsul.cache import new_cache
 from irminsul.engine import Engine
+from irminsul.policies import get_policy
+from irminsul.store import Store
 from tests.irminsul.test_store_engine import CONFIG, PROMPT, TINY_MLA, families
 
 model = families.random_model(TINY_MLA, seed=0)
-engine = Engine.create(model, CONFIG, "irminsul", "deterministic", store=sys.argv[1])
+cache = new_cache(CONFIG, model.row_format)
+engine = Engine(model, cache, get_policy("irminsul"), "deterministic", Store(sys.argv[1], model, CONFIG))
 logits = engine.serve(PROMPT).logits
 engine.store.flush()
 np.save(sys.argv[2], logits)
