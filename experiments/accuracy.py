@@ -56,7 +56,7 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     key = {name: value for name, value in config.to_dict().items() if name not in ("resume", "workers")}
     if not config.resume:
         key["started"] = time.time()  # matches no earlier run
-    units = [(model, task, index) for model in models for task in tasks for index in range(config.samples)]
+    units = [(model, task, index) for model in models for index in range(config.samples) for task in tasks]
     with RowLog(out, key) as log:
         waiting = [unit for unit in units if str(unit) not in log.finished]
         served = _served(config, waiting)
