@@ -1,6 +1,7 @@
 """Tiers below the pool: what comes back is what was kept, for whom it was kept, and stands where its path says."""
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -219,6 +220,35 @@ def test_a_page_that_grew_replaces_what_it_grew_from(model, config, empty):
         tree = cache.tree
         assert len(keys_of(kv, "rows")) <= (tree.namespace >= 0).sum()
         assert serve_stored(model, store, empty(), PROMPT[:122]).bins["exact"] == 121
+
+
+def test_pages_that_wait_to_be_written_are_served_and_the_queue_is_bounded(model, config, empty, cold, monkeypatch):
+    kv, gate, write = memory_store(), threading.Event(), Backend.write
+    with Store(kv, model, config, host_bytes=0, batch_pages=4, queued_batches=20) as store:
+        store.load(empty(), request_key(empty(), model, "default", ""), PROMPT, get_policy("irminsul"))
+        monkeypatch.setattr(Backend, "write", lambda *args: (gate.wait(), write(*args))[1])
+        serve_stored(model, store, empty(), PROMPT)
+        assert not keys_of(kv, "index")
+        served = serve_stored(model, store, empty(), PROMPT)
+        assert served.bins["exact"] == len(PROMPT) - 1
+        assert_same_bits(served, cold)
+        gate.set()
+    assert len(keys_of(kv, "index")) == len(keys_of(kv, "rows")) > 30
+
+    gate.clear()
+    with Store(memory_store(), None, config, batch_pages=4, queued_batches=2) as store:
+        gate.set()  # of the owner
+        store.load(new_cache(config), request_key(new_cache(config), None, "default", ""), PROMPT, get_policy("full"))
+        gate.clear()
+        result = prefill(None, new_cache(config), PROMPT)
+        cache = complete(result.cache, result.request)
+        serving = threading.Thread(target=store.keep, args=(cache, result.request))
+        serving.start()
+        serving.join(0.3)
+        assert serving.is_alive()  # 31 pages are more than two batches and the one being written
+        gate.set()
+        serving.join(60)
+        assert not serving.is_alive()
 
 
 def test_rows_without_a_record_are_swept_out_by_the_writer_alone(model, config, empty, kept):
