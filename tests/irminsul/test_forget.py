@@ -25,7 +25,7 @@ from tests.irminsul.serving import edits, prompts, random_tokens
 SECRET = 210  # a token id that stands in no prompt unless it is planted
 LIMIT = 300
 EAGER = get_policy("irminsul", min_reuse=16, sink_tokens=8)
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def layout(num_pages: int) -> CacheConfig:

@@ -22,7 +22,7 @@ LIMIT = 400
 CONFIG = CacheConfig(num_pages=211, page_size=13, max_prompt_tokens=LIMIT, max_new_tokens=7, chunking=SMALL_CHUNKS)
 EAGER = get_policy("irminsul", min_reuse=16, sink_tokens=8)
 EXACT_ONLY, ISOLATED = (dataclasses.replace(EAGER, provenance=provenance) for provenance in ("exact", "isolated"))
-FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.fixture
