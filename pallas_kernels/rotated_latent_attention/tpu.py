@@ -21,13 +21,13 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.tpu as pltpu
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, apply_rotation, cos_sin
 from pallas_kernels.rotated_latent_attention.reference import NEVER
+from pallas_kernels.rotated_latent_attention.tiles import pack, tile_queries, unpack, used_entries
 
 PAGES_PER_STEP = 8  # also the sublanes of a float32 tile: cosines of one step are one aligned copy
 TILE_ROWS = 256
@@ -66,19 +66,18 @@ def rotated_latent_attention(
     tokens, heads, _ = q_latent.shape
     requests, page_rows = page_table.page_id.shape[0], latent_pages.shape[2]
     per_tile = max(1, min(tile_rows // heads, -(-tokens // requests)))
-    tiles = tile_tokens(query_position, query_offsets, per_tile)
+    tiles = tile_queries(query_position, query_offsets, heads, per_tile * heads)
     entries = page_table.page_id.shape[1]
     spare = max(1, -(-entries // pages_per_step)) * pages_per_step - entries
     table = jax.tree.map(lambda field: jnp.pad(field, ((0, 0), (0, spare))), page_table)
-    used = table.row_begin < table.row_end
+    used = used_entries(table)
     origin = table.target_position - table.row_begin
     delta = table.target_position - table.base_position if storage == "base" else origin
-    last = jnp.max(tiles.position, axis=1)
-    visible = used[tiles.request] & (table.target_position[tiles.request] <= last[:, None])
+    visible = used[tiles.request] & (table.target_position[tiles.request] <= tiles.last[:, None])
     count = jnp.max(jnp.where(visible, jnp.arange(1, used.shape[1] + 1), 0), axis=1)
     entry_fields = (table.page_id, table.row_begin, table.row_end, origin)
     scalars = (
-        *(tiles.request, last, -(-count // pages_per_step), layer.reshape(1)),
+        *(tiles.request, tiles.last, -(-count // pages_per_step), layer.reshape(1)),
         *(jnp.where(used, field, 0).reshape(-1) for field in entry_fields),
     )
     turns = _per_value(cos_sin(rotary, jnp.where(used, delta, 0)), rotary.interleaved)
@@ -89,48 +88,11 @@ def rotated_latent_attention(
     right_angle = jnp.pad(right_angle, ((0, lanes - width), (0, 0)))
     q_rope, right_angle, *turns = (_to_lanes(x, lanes) for x in (q_rope, right_angle, *turns, *row_turns))
     pools = (latent_pages, rope_pages)
-    queries = (pack(tiles, q_latent), pack(tiles, q_rope), jnp.repeat(tiles.position, heads, axis=1)[..., None])
+    queries = (pack(tiles, q_latent), pack(tiles, q_rope), tiles.position[..., None])
     constants = (right_angle, *turns[2:])
     kernel = _kernel(queries, constants, pools, len(scalars), pages_per_step, width, scale, storage, interpret)
     out, lse = kernel(*scalars, *queries, *constants, *turns[:2], *pools)
-    return unpack(tiles, out, tokens, heads, 0.0), unpack(tiles, lse[..., :1], tokens, heads, -jnp.inf)[..., 0]
-
-
-@struct.dataclass
-class TokenTiles:
-    """``W`` tiles of ``K`` tokens of one request each; a token of -1 at position -1 is padding."""
-
-    token: Int[Array, "W K"]
-    request: Int[Array, " W"]
-    position: Int[Array, "W K"]
-
-
-def tile_tokens(query_position: Int[Array, " M"], query_offsets: Int[Array, " B1"], per_tile: int) -> TokenTiles:
-    """Lays the tokens of each request into tiles of their own."""
-    tokens, requests = query_position.shape[0], query_offsets.shape[0] - 1
-    needed = -(-(query_offsets[1:] - query_offsets[:-1]) // per_tile)
-    end = jnp.cumsum(needed)
-    tile = jnp.arange(min(tokens, tokens // per_tile + requests))
-    request = jnp.minimum(jnp.searchsorted(end, tile, side="right"), requests - 1)
-    first = query_offsets[request] + (tile - (end - needed)[request]) * per_tile
-    token = first[:, None] + jnp.arange(per_tile)[None, :]
-    inside = (token < query_offsets[request + 1][:, None]) & (tile < end[-1])[:, None]
-    position = jnp.where(inside, query_position.at[token].get(mode="clip"), -1)
-    return TokenTiles(jnp.where(inside, token, -1), request, position)
-
-
-def pack(tiles: TokenTiles, queries: Float[Array, "M H X"]) -> Float[Array, "W KH X"]:
-    """Rows of every tile; padding repeats some other row."""
-    rows = queries.at[tiles.token].get(mode="clip")
-    return rows.reshape(rows.shape[0], -1, rows.shape[-1])
-
-
-def unpack(tiles: TokenTiles, rows: Float[Array, "W KH X"], tokens: int, heads: int, fill: float) -> Array:
-    """Undoes ``pack``, ``[M, H, X]``; tokens in no tile get ``fill``."""
-    token = tiles.token.reshape(-1)
-    result = jnp.full((tokens, heads, rows.shape[-1]), fill, rows.dtype)
-    values = rows.reshape(token.shape[0], heads, rows.shape[-1])
-    return result.at[jnp.where(token < 0, tokens, token)].set(values, mode="drop")
+    return unpack(tiles, out, tokens, 0.0), unpack(tiles, lse[..., :1], tokens, -jnp.inf)[..., 0]
 
 
 def _check_supported(latent_pages, rope_pages, q_latent):
