@@ -15,6 +15,7 @@ from jaxtyping import Int32
 
 from irminsul import page_tree, registry
 from irminsul.chunking import ChunkingConfig
+from irminsul.eviction import Eviction
 from irminsul.page_tree import PageTree
 from irminsul.pool import LatentPool, new_pool
 from irminsul.provenance import Provenance
@@ -37,6 +38,7 @@ class CacheConfig:
       max_new_tokens: rows that decoding may add to one request.
       storage: rotary keys kept rotated at their ``base`` position, or ``unrotated``.
       dtype: of the rows.
+      eviction: which pages go when the pool is full (``eviction.py``): ``lru`` or by ``value``.
       dependence: keep with each token how far left its attention went (``dependence.py``), which repair goes by.
       chunking: cuts, segments and anchors.
     """
@@ -47,6 +49,7 @@ class CacheConfig:
     max_new_tokens: int = 256
     storage: Storage = "base"
     dtype: str = "float32"
+    eviction: Eviction = "lru"
     dependence: bool = True
     chunking: ChunkingConfig = ChunkingConfig()
 
@@ -58,6 +61,8 @@ class CacheConfig:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must not be negative")
         if self.storage not in ("base", "unrotated"):
             raise ValueError(f"storage={self.storage!r} is unknown; choose 'base' or 'unrotated'")
+        if self.eviction not in ("lru", "value"):
+            raise ValueError(f"eviction={self.eviction!r} is unknown; choose 'lru' or 'value'")
 
     @property
     def table_entries(self) -> int:

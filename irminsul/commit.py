@@ -8,7 +8,9 @@ import numpy as np
 
 from irminsul import page_tree, registry
 from irminsul.cache import ContentCache
-from irminsul.page_tree import FREE, NONE, ORPHAN, PageTree
+from irminsul.duplicates import merge_duplicates
+from irminsul.eviction import Eviction
+from irminsul.page_tree import FREE, ORPHAN, PageTree
 from irminsul.placement import FreshPage, Placement
 from irminsul.plan import ROOT_WINDOW, PromptContent, ReusePlan
 
@@ -24,7 +26,9 @@ def pages_in_use(tree: PageTree, plan: ReusePlan) -> np.ndarray:
     return used
 
 
-def allocate(tree: PageTree, placement: Placement, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def allocate(
+    tree: PageTree, placement: Placement, keep: np.ndarray, eviction: Eviction = "lru"
+) -> tuple[np.ndarray, np.ndarray]:
     """Chooses pages for what ``placement`` writes: free ones first, then evicted ones. Changes nothing.
 
     ``keep [N]`` marks pages that must survive. Returns ``(pages, evicted)``.
@@ -34,7 +38,7 @@ def allocate(tree: PageTree, placement: Placement, keep: np.ndarray) -> tuple[np
     """
     need = len(placement.fresh) + len(placement.private)
     free = np.flatnonzero(tree.namespace == FREE)[:need]
-    evicted = page_tree.pages_to_evict(tree, need - len(free), keep)
+    evicted = page_tree.pages_to_evict(tree, need - len(free), keep, eviction)
     if len(free) + len(evicted) < need:
         raise PoolTooSmallError(
             f"num_pages={tree.num_pages} is too small: the prompt needs {need} fresh pages and "
@@ -63,6 +67,8 @@ def claim(cache: ContentCache, plan: ReusePlan, fresh: tuple[FreshPage, ...], pa
         tree.pure[page] = tree.decoded[page] = False
         evicted_parent = record.parent >= 0 and tree.namespace[record.parent] == FREE
         page_tree.attach(tree, page, ORPHAN if evicted_parent else record.parent, record.parent_end)
+    for piece in (piece for span in plan.spans for piece in span.pieces):
+        tree.served[piece.page] += piece.row_end - piece.row_begin
 
 
 def finish(
@@ -94,28 +100,11 @@ def finish(
         tree.pure[page, : max(0, pure_end - record.begin)] = True
         tree.decoded[page, max(0, plan.length - record.begin) : len(held)] = True
         tree.pure[page, len(held) :] = False
-        if record.copied_rows and _settle_copy(tree, page, record.copied_from, cache.in_flight):
-            continue
-        page_of[record.begin : record.begin + len(held)] = page
-        row_of[record.begin : record.begin + len(held)] = np.arange(len(held))
+    for page, record in zip(merge_duplicates(tree, pages, cache.in_flight).tolist(), fresh, strict=True):
+        end = min(record.end, len(tokens))
+        page_of[record.begin : end] = page
+        row_of[record.begin : end] = np.arange(end - record.begin)
     _insert_hints(cache, content, page_of, row_of, pure_end)
-
-
-def _settle_copy(tree: PageTree, page: int, source: int, in_flight: np.ndarray) -> bool:
-    """Keeps one of a page and the page it was copied from where one says all the other does; true if ``page`` goes."""
-    if tree.namespace[source] != tree.namespace[page] or tree.parent[source] != tree.parent[page]:
-        return False
-    shared = min(int(tree.fill[page]), int(tree.fill[source]))
-    if not np.array_equal(tree.tokens[page, :shared], tree.tokens[source, :shared]):
-        return False
-    redundant = tree.fill[page] <= shared and tree.first_child[page] == NONE and not in_flight[page]
-    if redundant and (tree.pure[page, :shared] <= tree.pure[source, :shared]).all():
-        page_tree.release(tree, page)
-        return True
-    superseded = tree.fill[source] <= shared and tree.first_child[source] == NONE and not in_flight[source]
-    if superseded and (tree.pure[source, :shared] <= tree.pure[page, :shared]).all():
-        page_tree.release(tree, source)
-    return False
 
 
 def _insert_hints(

@@ -37,6 +37,8 @@ class DevicePageTree:
     next_sibling: Int32[Array, " N"]
     previous_sibling: Int32[Array, " N"]
     last_used: Int32[Array, " N"]
+    served: Int32[Array, " N"]
+    pinned: Bool[Array, " N"]
     writer: Int32[Array, "N G"]
     pure: Bool[Array, "N G"]
     decoded: Bool[Array, "N G"]

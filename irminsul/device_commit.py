@@ -12,10 +12,12 @@ from jaxtyping import Bool, Int, Int32
 
 from irminsul import device_registry
 from irminsul.device_cache import DeviceCache, DevicePageTree
+from irminsul.device_duplicates import merge_duplicates
 from irminsul.device_placement import DevicePlacement
 from irminsul.device_plan import DeviceContent, DevicePlan
 from irminsul.device_tree import attach, release
-from irminsul.page_tree import FREE, NONE
+from irminsul.eviction import Eviction, eviction_keys
+from irminsul.page_tree import FREE
 from irminsul.plan import ROOT_WINDOW, SHIFTED
 from pallas_kernels.gear_hash.uint64 import UInt64
 
@@ -35,15 +37,17 @@ def pages_in_use(tree: DevicePageTree, plan: DevicePlan) -> Bool[Array, " N"]:
     return jnp.zeros(tree.num_pages, bool).at[page].set(True, mode="drop")
 
 
-def allocate(tree: DevicePageTree, need: Int[Array, ""], keep: Bool[Array, " N"], capacity: int) -> Allocation:
-    """Chooses pages: free ones first, then the least recently used and, within one request, its deepest.
+def allocate(
+    tree: DevicePageTree, need: Int[Array, ""], keep: Bool[Array, " N"], capacity: int, eviction: Eviction = "lru"
+) -> Allocation:
+    """Chooses pages: free ones first, then others in the order of ``eviction``.
 
-    ``keep`` marks pages that must survive.
+    ``keep`` marks pages that must survive, beside those that are pinned.
     """
     owned = tree.namespace != FREE
-    group = jnp.where(owned, jnp.where(keep, 2, 1), 0)
-    age, depth = jnp.where(owned, tree.last_used, 0), jnp.where(owned, -tree.base_position, 0)
-    order = jnp.lexsort((depth, age, group)).astype(jnp.int32)  # stable: equals in order of their index
+    group = jnp.where(owned, jnp.where(keep | tree.pinned, 2, 1), 0)
+    keys = (jnp.where(owned, key, 0) for key in eviction_keys(tree, eviction))
+    order = jnp.lexsort((*keys, group)).astype(jnp.int32)  # stable: equals in order of their index
     enough = need <= jnp.minimum(jnp.sum(group < 2), capacity)
     return Allocation(order[:capacity], jnp.sum(~owned, dtype=jnp.int32), enough)
 
@@ -103,26 +107,9 @@ def finish(
     reach = jnp.arange(tree.page_size, dtype=jnp.int32)
     pure = placement.begin[:, None] + reach[None] < jnp.minimum(placement.end, pure_end)[:, None]
     tree = dataclasses.replace(tree, pure=tree.pure.at[_taken(tree, pages, need)].set(pure, mode="drop"))
-    copied = (placement.copied_rows > 0) & (need > 0)
-    tree, redundant = _settle_copy(tree, pages[0], placement.copied_from, copied)
-    page_of = jnp.where(placement.fresh < 0, -1, pages[placement.fresh])
-    page_of = jnp.where((need == 0) | (redundant & (placement.fresh == 0)), -1, page_of)
+    tree, kept = merge_duplicates(tree, pages, need)
+    page_of = jnp.where((placement.fresh < 0) | (need == 0), -1, kept[placement.fresh])
     return _insert_hints(dataclasses.replace(cache, tree=tree), content, page_of, placement.row, pure_end)
-
-
-def _settle_copy(
-    tree: DevicePageTree, page: Int32[Array, ""], source: Int32[Array, ""], copied: Bool[Array, ""]
-) -> tuple[DevicePageTree, Bool[Array, ""]]:
-    """Keeps one of a page and the page it was copied from where one says all the other does; true if ``page`` goes."""
-    shared = jnp.arange(tree.page_size) < jnp.minimum(tree.fill[page], tree.fill[source])
-    siblings = (tree.namespace[source] == tree.namespace[page]) & (tree.parent[source] == tree.parent[page])
-    alike = copied & siblings & jnp.all((tree.tokens[page] == tree.tokens[source]) | ~shared)
-    source_covers = jnp.all(tree.pure[source] | ~tree.pure[page] | ~shared)
-    page_covers = jnp.all(tree.pure[page] | ~tree.pure[source] | ~shared)
-    redundant = (tree.fill[page] <= tree.fill[source]) & (tree.first_child[page] == NONE) & source_covers
-    replaced = (tree.fill[source] <= tree.fill[page]) & (tree.first_child[source] == NONE) & page_covers & ~redundant
-    tree = release(tree, page, alike & redundant)
-    return release(tree, source, alike & replaced), alike & redundant
 
 
 def _insert_hints(

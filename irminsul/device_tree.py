@@ -186,6 +186,8 @@ def release(tree: DevicePageTree, page: Int[Array, ""], when: Bool[Array, ""]) -
         fill=tree.fill.at[freed].set(0, mode="drop"),
         pure=tree.pure.at[freed].set(False, mode="drop"),
         decoded=tree.decoded.at[freed].set(False, mode="drop"),
+        pinned=tree.pinned.at[freed].set(False, mode="drop"),
+        served=tree.served.at[freed].set(0, mode="drop"),
         serial=tree.serial.at[freed].add(1, mode="drop"),
         writer=tree.writer.at[freed].set(UNKNOWN, mode="drop"),
     )

@@ -99,7 +99,10 @@ def turn(
     touched = jnp.where(jnp.arange(pages.shape[0]) < need, pages, tree.num_pages)  # out of range: dropped
     tree = claim(tree, allocation, placement, need, tokens, parents(tree, placement, page_of), owner)
     last_used = jnp.where(keep & served, clock, tree.last_used).at[touched].set(clock, mode="drop")
-    carry = dataclasses.replace(carry, tree=dataclasses.replace(tree, clock=clock, last_used=last_used))
+    reader = jnp.where(plan.reused & served, plan.trail.page, tree.num_pages)
+    rows_served = tree.served.at[reader].add(1, mode="drop")
+    tree = dataclasses.replace(tree, clock=clock, last_used=last_used, served=rows_served)
+    carry = dataclasses.replace(carry, tree=tree)
 
     logits = None
     if model is not None:
@@ -139,7 +142,12 @@ def _plan_within_pool(
         )  # fmt: skip
         placement = place(carry.tree, plan, content, config, policy)
         keep = pages_in_use(carry.tree, plan)
-        return plan, placement, keep, allocate(carry.tree, placement.need, keep, fresh_capacity(config, policy))
+        return (
+            plan,
+            placement,
+            keep,
+            allocate(carry.tree, placement.need, keep, fresh_capacity(config, policy), config.eviction),
+        )
 
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(attempt, jnp.int32(0)))
     return lax.while_loop(

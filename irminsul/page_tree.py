@@ -21,6 +21,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Bool, Int32
 
+from irminsul.eviction import Eviction, eviction_keys
+
 FREE = -1  # namespace of a page that belongs to nobody
 ROOT = -1  # parent of a page whose row 0 is the first token of a prompt
 ORPHAN = -2  # parent of a page whose left context has been evicted
@@ -50,6 +52,8 @@ class PageTree:
       parent, parent_end: the page to the left and how many of its rows belong to the path, or ``ROOT`` / ``ORPHAN``.
       first_child, next_sibling, previous_sibling: links of the tree.
       last_used: clock of the last request that read or wrote the page.
+      served: rows that later requests were served from the page.
+      pinned: the page is never evicted.
       writer: clock of the request that computed the row, or ``UNKNOWN``; a copied row keeps its own (``provenance``).
       pure: row computed in prefill, at its own position, behind pure rows only (or decoded behind such rows, where the
         policy that serves this namespace is not ``bitwise``).
@@ -68,6 +72,8 @@ class PageTree:
     next_sibling: Int32[np.ndarray, " N"]
     previous_sibling: Int32[np.ndarray, " N"]
     last_used: Int32[np.ndarray, " N"]
+    served: Int32[np.ndarray, " N"]
+    pinned: Bool[np.ndarray, " N"]
     writer: Int32[np.ndarray, "N G"]
     pure: Bool[np.ndarray, "N G"]
     decoded: Bool[np.ndarray, "N G"]
@@ -104,6 +110,8 @@ def new_page_tree(num_pages: int, page_size: int) -> PageTree:
         next_sibling=full(NONE),
         previous_sibling=full(NONE),
         last_used=full(0),
+        served=full(0),
+        pinned=np.zeros(num_pages, bool),
         writer=np.full((num_pages, page_size), UNKNOWN, np.int32),
         pure=np.zeros((num_pages, page_size), bool),
         decoded=np.zeros((num_pages, page_size), bool),
@@ -151,20 +159,22 @@ def release(tree: PageTree, page: int) -> None:
     tree.first_child[page] = tree.next_sibling[page] = tree.previous_sibling[page] = NONE
     tree.parent[page], tree.parent_end[page] = ORPHAN, 0
     tree.namespace[page], tree.fill[page] = FREE, 0
-    tree.pure[page] = tree.decoded[page] = False
+    tree.pure[page] = tree.decoded[page] = tree.pinned[page] = False
+    tree.served[page] = 0
     tree.serial[page] += 1
     tree.writer[page] = UNKNOWN
 
 
-def pages_to_evict(tree: PageTree, count: int, keep: np.ndarray) -> np.ndarray:
-    """The ``count`` pages to give up, least recently used first and, within one request, its deepest first.
+def pages_to_evict(tree: PageTree, count: int, keep: np.ndarray, eviction: Eviction = "lru") -> np.ndarray:
+    """The ``count`` pages to give up, in the order of ``eviction``.
 
-    ``keep [N]`` marks pages that must stay. Fewer than ``count`` are returned when no more can go.
+    ``keep [N]`` marks pages that must stay, beside those that are pinned. Fewer than ``count`` are returned when no
+    more can go.
     """
     if count <= 0:
         return np.zeros(0, np.int64)
-    candidates = np.flatnonzero((tree.namespace != FREE) & ~keep)
-    order = np.lexsort((candidates, -tree.base_position[candidates], tree.last_used[candidates]))
+    candidates = np.flatnonzero((tree.namespace != FREE) & ~keep & ~tree.pinned)
+    order = np.lexsort((candidates, *(key[candidates] for key in eviction_keys(tree, eviction))))
     return candidates[order[:count]]
 
 

@@ -240,7 +240,7 @@ def _plan_within_pool(
         placement = privatise(placement, plan)
         keep = pages_in_use(cache.tree, plan) | (cache.in_flight > 0)
         try:
-            return plan, placement, *allocate(cache.tree, placement, keep)
+            return plan, placement, *allocate(cache.tree, placement, keep, config.eviction)
         except PoolTooSmallError as error:
             failure = error
     raise failure
