@@ -178,30 +178,74 @@ def boundaries(
     Raises:
       ValueError: a forced end outside 1..T.
     """
+    forced = _forced(tokens, config, forced)
+    cuts, anchors = _Cuts(config), _Anchors(config, tokens.size)
+    for begin, hashes in _hashed_blocks(tokens, config, (config.anchor_window, GEAR_WINDOW)):
+        cuts.read(begin, hashes[GEAR_WINDOW])
+        anchors.read(begin, hashes[config.anchor_window])
+    return Boundaries(*cuts.ends(forced, tokens.size), np.flatnonzero(anchors.ends))
+
+
+def chunk_ends(
+    tokens: Integer[np.ndarray, " T"],
+    config: ChunkingConfig,
+    forced: Integer[np.ndarray, " F"] | None = None,
+) -> tuple[Int64[np.ndarray, " K"], Int64[np.ndarray, " S"]]:
+    """Chunk and segment ends of `tokens`, as `boundaries` gives them: for whoever needs no anchors.
+
+    Raises:
+      ValueError: a forced end outside 1..T.
+    """
+    forced = _forced(tokens, config, forced)
+    cuts = _Cuts(config)
+    for begin, hashes in _hashed_blocks(tokens, config, (GEAR_WINDOW,)):
+        cuts.read(begin, hashes[GEAR_WINDOW])
+    return cuts.ends(forced, tokens.size)
+
+
+def _forced(tokens: np.ndarray, config: ChunkingConfig, forced: np.ndarray | None) -> np.ndarray:
+    """The ends where a chunk ends whatever the clamps say."""
     total = tokens.size
     if forced is not None and forced.size and not 1 <= forced.min() <= forced.max() <= total:
         raise ValueError(f"forced = {forced.min()}..{forced.max()}: cuts must lie within 1..{total}, the tokens given")
-    if config.marker:
-        marked = marker_ends(tokens, np.array(config.marker, np.int32))
-        forced = marked if forced is None else np.union1d(forced, marked)
-    natural, rare = ([np.empty(0, np.int64)] for _ in range(2))
-    ends_anchor = np.zeros(total + 1, bool)
-    before = np.empty(0, np.uint64)  # anchor hashes of the last places of the block before
-    for begin, hashes in _hashed_blocks(tokens, config, (config.anchor_window, GEAR_WINDOW)):
-        ends, values = _ends_below(hashes[GEAR_WINDOW], config.cut_threshold, begin, GEAR_WINDOW)
-        natural.append(ends)
-        rare.append(ends[values < np.uint64(config.segment_threshold << 32)])
-        ends, _ = _ends_below(hashes[config.anchor_window], config.anchor_threshold, begin, config.anchor_window)
-        ends_anchor[ends] = True
-        if config.anchor_reach:
-            whole = hashes[config.anchor_window][max(0, config.anchor_window - 1 - begin) :]
-            run = np.concatenate([before, whole])
-            first_end = begin + hashes[config.anchor_window].size - run.size + 1
-            ends_anchor[window_minima(run, config.winnowing_window) + first_end] = True
-            before = run[max(0, run.size - config.winnowing_window + 1) :]
-    chunk_ends = _clamp(np.concatenate(natural), forced, total, config)
-    ends_segment = np.isin(chunk_ends, np.append(np.concatenate(rare), total))
-    return Boundaries(chunk_ends, chunk_ends[ends_segment], np.flatnonzero(ends_anchor))
+    given = np.empty(0, np.int64) if forced is None else forced
+    return np.union1d(given, marker_ends(tokens, np.array(config.marker, np.int32))) if config.marker else given
+
+
+class _Cuts:
+    """Collects, block by block, the places where the hash would cut, and those where it would end a segment."""
+
+    def __init__(self, config: ChunkingConfig):
+        self.config = config
+        self.natural, self.rare = ([np.empty(0, np.int64)] for _ in range(2))
+
+    def read(self, begin: int, hashes: np.ndarray) -> None:
+        ends, values = _ends_below(hashes, self.config.cut_threshold, begin, GEAR_WINDOW)
+        self.natural.append(ends)
+        self.rare.append(ends[values < np.uint64(self.config.segment_threshold << 32)])
+
+    def ends(self, forced: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
+        """Chunk and segment ends."""
+        ends = _clamp(np.concatenate(self.natural), forced, total, self.config)
+        return ends, ends[np.isin(ends, np.append(np.concatenate(self.rare), total))]
+
+
+class _Anchors:
+    """Collects anchors block by block: `ends` is true at the exclusive end of each."""
+
+    def __init__(self, config: ChunkingConfig, total: int):
+        self.config = config
+        self.ends = np.zeros(total + 1, bool)
+        self.before = np.empty(0, np.uint64)  # hashes of the last places of the block before
+
+    def read(self, begin: int, hashes: np.ndarray) -> None:
+        window = self.config.anchor_window
+        self.ends[_ends_below(hashes, self.config.anchor_threshold, begin, window)[0]] = True
+        if self.config.anchor_reach:
+            run = np.concatenate([self.before, hashes[max(0, window - 1 - begin) :]])
+            first_end = begin + hashes.size - run.size + 1
+            self.ends[window_minima(run, self.config.winnowing_window) + first_end] = True
+            self.before = run[max(0, run.size - self.config.winnowing_window + 1) :]
 
 
 def _ends_below(hashes: np.ndarray, threshold: int, begin: int, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -215,11 +259,11 @@ def _ends_below(hashes: np.ndarray, threshold: int, begin: int, window: int) -> 
     return places + (begin + 1), hashes[places]
 
 
-def _clamp(natural: np.ndarray, forced: np.ndarray | None, total: int, config: ChunkingConfig) -> np.ndarray:
+def _clamp(natural: np.ndarray, forced: np.ndarray, total: int, config: ChunkingConfig) -> np.ndarray:
     """Chunk ends from the ascending places where the hash would cut; the work is in proportion to those places."""
     if total == 0:
         return np.empty(0, np.int64)
-    certain = np.append(np.empty(0, np.int64) if forced is None else forced, total)
+    certain = np.append(forced, total)
     places = np.concatenate([natural, certain])
     least = np.concatenate([np.full(natural.size, config.min_tokens), np.ones(certain.size, np.int64)])
     order = np.argsort(places, kind="stable")

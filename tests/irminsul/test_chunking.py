@@ -70,6 +70,7 @@ def test_three_forms_make_the_same_cuts(prompt, config):
     places = np.array(sorted(forced), np.int64)
     host = chunking.boundaries(tokens, config, places)
     assert tuple(ends.tolist() for ends in host) == expected
+    assert tuple(ends.tolist() for ends in chunking.chunk_ends(tokens, config, places)) == expected[:2]
 
     padded = np.full(CAPACITY, -1, np.int32)  # what lies behind the prompt is junk
     padded[: tokens.size] = tokens
