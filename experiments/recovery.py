@@ -20,8 +20,9 @@ from experiments.traffic.readers import ReadReport, read_requests
 from experiments.traffic.session import limit_traces
 from experiments.traffic.tokenization import Encoder, load_tokenizer
 from experiments.traffic.transforms import get_transform
+from irminsul.policies import get_policy
 
-POLICY_OF_PROVENANCE = {"same_namespace": "irminsul", "exact": "prefix"}
+PROVENANCES = ("same_namespace", "exact", "isolated")
 LIMITS = (
     "A survey counts equal tokens. Exact-prefix reuse is exact; a shifted row depends, above layer 0, on what stood to "
     "its left when it was computed, so shifted reuse is an approximation whose quality other studies measure."
@@ -69,12 +70,11 @@ def survey_settings(config: ConfigDict) -> SurveySettings:
     Raises:
       InputError: if there is no such provenance policy or baseline.
     """
-    if config.provenance not in POLICY_OF_PROVENANCE:
-        names = ", ".join(POLICY_OF_PROVENANCE)
-        raise InputError(f"provenance={config.provenance}: unknown; choose one of {names}")
+    if config.provenance not in PROVENANCES:
+        raise InputError(f"provenance={config.provenance}: unknown; choose one of {', '.join(PROVENANCES)}")
     return SurveySettings(
         methods=method_names(config.baselines),
-        policy=POLICY_OF_PROVENANCE[config.provenance],
+        policy=get_policy("irminsul", provenance=config.provenance, sink_tokens=config.sink_tokens),
         across=config.across,
         explain_seams=config.explain_seams,
         pages=config.pages,

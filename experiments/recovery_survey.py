@@ -6,6 +6,7 @@ content anywhere is credited with the exact prefix, too.
 """
 
 import functools
+import resource
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from irminsul.cache import CacheConfig
 from irminsul.engine import Engine
 from irminsul.plan import BINS, EXACT, SHIFTED
 from irminsul.policies import Policy, get_policy
+from irminsul.prefill import complete, prefill
+from irminsul.publish import isolate
 
 CHUNKING = chunking.ChunkingConfig()
 MARKED_PIECE = 128
@@ -43,10 +46,10 @@ HINT_BYTES = 8 + 4 + 4 + 4 + 4  # fingerprint, page, row_end, serial, age
 
 @dataclass(frozen=True)
 class SurveySettings:
-    """What to survey. ``policy`` is the planner's; ``pages`` 0 means enough of them."""
+    """What to survey. ``policy`` is the planner's, by name or itself; ``pages`` 0 means enough of them."""
 
     methods: tuple[str, ...] = OPTIONAL
-    policy: str = "irminsul"
+    policy: str | Policy = "irminsul"
     across: bool = True
     explain_seams: bool = True
     pages: int = 0
@@ -72,6 +75,20 @@ def method_names(text: str) -> tuple[str, ...]:
 def plan_only_engine(policy: str | Policy, pages: int) -> Engine:
     """An engine without a model whose page table never binds."""
     return Engine.create(None, CacheConfig(num_pages=pages, max_prompt_tokens=2**20, max_new_tokens=2**18), policy)
+
+
+def plan_and_keep(engine: Engine, prompt: Int32[np.ndarray, " T"], response: Int32[np.ndarray, " U"]) -> np.ndarray:
+    """The bin of each prompt token; prompt and response are then stored.
+
+    Under ``provenance="isolated"`` the engine computes what is new behind the sink before it serves a prompt, and then
+    serves all of it. Here that comes after: what counts is what was there before.
+    """
+    if engine.policy.provenance != "isolated":
+        return engine.serve(prompt, continuation=response if len(response) else None).bin_of_token
+    result = prefill(None, engine.cache, prompt, engine.policy, new_tokens=len(response))
+    cache = complete(result.cache, result.request, response)
+    engine.cache = isolate(None, cache, np.concatenate([prompt, response]), engine.policy)
+    return result.request.plan.bin_of_token
 
 
 @functools.cache
@@ -111,12 +128,12 @@ class Scope:
 
     def plan(self, engine: Engine, name: str, streams: Sequence[Stream]) -> list[np.ndarray]:
         """The bins of each prompt."""
-        started = time.thread_time()
+        started, wall = time.thread_time(), time.perf_counter()
         bins = []
         for tokens, length, _ in streams:
-            continuation = tokens[length:] if length < len(tokens) else None
-            bins.append(engine.serve(tokens[:length], continuation=continuation).bin_of_token)
+            bins.append(plan_and_keep(engine, tokens[:length], tokens[length:]))
         self.seconds[name] += time.thread_time() - started
+        self.seconds[f"{name}_wall"] += time.perf_counter() - wall
         return bins
 
     def simulate(self, name: str, baseline: Baseline, streams: Sequence[Stream]) -> list[np.ndarray]:
@@ -207,7 +224,7 @@ class Survey:
         bins = scope.plan(scope.engine, "irminsul", streams)
         prefixes = scope.simulate("prefix", scope.radix, streams)
         others = self._other_methods(scope, streams, prefixes)
-        self._time_chunker(streams)
+        self._time_chunker(np.concatenate([stream.tokens[: stream.length] for stream in streams]))
         rows = [self._explain(scope, *each) for each in zip(batch, bins, prefixes, strict=True)]
         for index, row in enumerate(rows):
             row["methods"] = {name: int(masks[index].sum()) for name, masks in {"prefix": prefixes, **others}.items()}
@@ -250,11 +267,10 @@ class Survey:
             recovered["chunks_extended"] = [(bins == EXACT) | (bins == SHIFTED) for bins in planned]
         return recovered
 
-    def _time_chunker(self, streams: list[Stream]) -> None:
-        prompts = [stream.tokens[: stream.length] for stream in streams]
+    def _time_chunker(self, tokens: Int32[np.ndarray, " T"]) -> None:
+        """Chunk and segment cuts of a batch, as one stream."""
         started = time.thread_time()
-        for prompt in prompts:
-            chunking.boundaries(prompt, CHUNKING)
+        chunking.chunk_ends(tokens, CHUNKING)
         self.seconds["chunker"] += time.thread_time() - started
 
     def _across(self, scope: Scope, streams: list[Stream]) -> list[dict[str, int]]:
@@ -275,10 +291,12 @@ class Survey:
 
 
 def _shares(served: np.ndarray, prefix: np.ndarray, reachable: np.ndarray) -> dict[str, int]:
-    """Tokens served that an exact-prefix cache would have served, those it would not, and those seen before."""
+    """Tokens served that an exact-prefix cache would have served, and those it would not; served tokens that the upper
+    bound counts, and all it counts."""
     return {
         "prefix": int((served & prefix).sum()),
         "shifted": int((served & ~prefix).sum()),
+        "inside": int((served & reachable).sum()),
         "reachable": int(reachable.sum()),
     }
 
@@ -289,6 +307,8 @@ def summarise(survey: Survey) -> dict[str, float]:
     tokens = sum(row["tokens"] for row in rows)
     summary: dict[str, float] = {"requests": len(rows), "tokens": tokens, **_fractions(rows, tokens, "")}
     summary["tokens_per_second"] = tokens / survey.seconds["irminsul"]
+    summary["wall_tokens_per_second"] = tokens / survey.seconds["irminsul_wall"]
+    summary["peak_resident_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     summary["chunker_tokens_per_second"] = tokens / survey.seconds["chunker"]
     for reason in (*BINS, *REASONS[len(BINS) :]):
         share = sum(row["reasons"][reason] for row in rows) / tokens
@@ -310,7 +330,7 @@ def summarise(survey: Survey) -> dict[str, float]:
 
 
 def _fractions(rows: list[dict[str, Any]], tokens: int, prefix: str) -> dict[str, float]:
-    total = {name: sum(row[prefix + name] for row in rows) for name in ("prefix", "shifted", "reachable")}
+    total = {name: sum(row[prefix + name] for row in rows) for name in ("prefix", "shifted", "inside", "reachable")}
     fractions = {
         f"{prefix}prefix_fraction": total["prefix"] / tokens,
         f"{prefix}shifted_fraction": total["shifted"] / tokens,
@@ -318,4 +338,8 @@ def _fractions(rows: list[dict[str, Any]], tokens: int, prefix: str) -> dict[str
     }
     found = total["prefix"] + total["shifted"]
     fractions[f"{prefix}fraction_of_reachable"] = found / total["reachable"] if total["reachable"] else 1.0
+    # Of the tokens that the bound counts alone: what is served beside them makes up for nothing.
+    fractions[f"{prefix}fraction_inside_reachable"] = (
+        total["inside"] / total["reachable"] if total["reachable"] else 1.0
+    )
     return fractions

@@ -1,13 +1,15 @@
 """What position-free reuse can reach at most: prompt tokens that lie inside a 64-token window seen before.
 
-Earlier prompts and responses of the same scope count as seen, as does the exact prefix shared with any of them. It
-counts equal tokens; it says nothing about the quality of reused rows.
+Earlier prompts and responses of the same scope count as seen. A prefix shared with one of them that is shorter than a
+window counts in steps of 16 tokens, the block of paged prefix caches. It counts equal tokens; it says nothing about the
+quality of reused rows.
 """
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, UInt64
 
 WINDOW = 64
+PREFIX_STEP = 16
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -53,8 +55,8 @@ class SeenWindows:
     def visit(self, prompt: Int32[np.ndarray, " T"], response: Int32[np.ndarray, " U"]) -> Bool[np.ndarray, " T"]:
         """Which prompt tokens were reachable; then prompt and response, as one stream, count as seen.
 
-        A token is reachable inside a window seen before, or in the exact prefix shared with an earlier stream (which
-        matters below one window only: a longer prefix is made of seen windows).
+        A token is reachable inside a window seen before, or in whole steps of the exact prefix shared with an earlier
+        stream (which matters below one window only: a longer prefix is made of seen windows).
         """
         stream = np.concatenate([prompt, response])
         hashes = window_hashes(stream, self.window)
@@ -109,4 +111,4 @@ class SeenWindows:
             count = min(len(start), len(tokens))
             differ = np.flatnonzero(start[:count] != tokens[:count])
             longest = max(longest, int(differ[0]) if len(differ) else count)
-        return longest
+        return longest - longest % PREFIX_STEP

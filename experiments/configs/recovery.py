@@ -13,7 +13,10 @@ def get_config() -> ConfigDict:
             "limit_traces": 0,  # 0: all
             "transform": "none",  # see experiments/traffic/transforms.py; several: header+window:12
             "tokenizer": "deepseek",  # deepseek, stdlib, or the path of a tokenizer.json; without traces: auto
-            "provenance": "same_namespace",  # or exact: shifted hits are refused, and counted so
+            # What shifted rows may have been computed behind: all of their namespace (same_namespace), the canonical
+            # sink alone (isolated), or no shifted rows at all (exact); what is refused for that is counted so.
+            "provenance": "same_namespace",
+            "sink_tokens": 32,  # shifted rows neither fill nor come from positions below
             "baselines": "all",  # all, none, or names: paged_16,cdc
             "across": True,  # also with all traces as one namespace
             "explain_seams": True,  # text windows, to tell re-tokenised seams from new text

@@ -9,6 +9,8 @@ logged call      ``{"request" | "body": {"messages", "tools"}, "response": {"cho
 SWE-agent        ``{"trajectory", "history"}`` (``.traj``): the ``query`` of each step, or the history as a conversation
 tau-bench        ``{"traj", "task_id", "trial"}``: a conversation
 question         ``{"question", "passages" | "gold"}`` or ``{"document", "instruction"}``: one retrieval prompt
+look-up          ``{"ordered_kv_records", "key", "value"}``: the records, then the key
+passage          ``{"title", "text"}``: a question about one passage
 ===============  =====================================================================================================
 
 Content may be text, null, or a list of OpenAI's or Anthropic's blocks. What is no text is written into it: tool calls
@@ -39,7 +41,7 @@ def parse_record(record: Any, name: str) -> Iterator[Request]:
         return conversation(name, read_messages(record["traj"]), ())
     if isinstance(record.get("trajectory"), list) or isinstance(record.get("history"), list):
         return _swe_agent(record, name)
-    if "question" in record or "document" in record:
+    if {"question", "document", "ordered_kv_records"} & record.keys() or {"title", "text"} <= record.keys():
         return _question(record)
     if not isinstance(record.get("messages"), list) or not record["messages"]:
         raise ValueError('no list of "messages"')
@@ -144,6 +146,11 @@ def _swe_agent(record: dict[str, Any], name: str) -> Iterator[Request]:
 def _question(record: dict[str, Any]) -> Iterator[Request]:
     """A retrieval prompt. All of a file form one trace: one application that answers question after question."""
     documents = record.get("passages") or record.get("gold") or record.get("document")
+    if "ordered_kv_records" in record:
+        documents = json.dumps(dict(record["ordered_kv_records"]), indent=1)
+        record = {**record, "question": f"Key: {record['key']}", "answer": record["value"]}
+    elif not documents and "text" in record:
+        documents, record = [record], {**record, "question": f"What is told of {record['title']}?"}
     if not documents:
         raise ValueError('a question without "passages"')
     texts = [documents] if isinstance(documents, str) else [_passage(passage) for passage in documents]

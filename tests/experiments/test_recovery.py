@@ -16,6 +16,7 @@ from experiments.traffic.session import Message, Request
 from experiments.traffic.tokenization import Encoder, Piece
 from experiments.traffic.transforms import get_transform
 from irminsul.plan import BINS, NEW, SHIFTED, SHORT
+from irminsul.policies import get_policy
 
 
 @pytest.fixture
@@ -94,14 +95,20 @@ def test_methods_rank_as_they_must(survey):
     assert summary["marker_overhead_fraction"] > 0
 
 
-def test_refusing_shifted_reuse_is_told_as_such(encoder, session):
-    survey = Survey(encoder, SurveySettings(methods=(), policy="prefix", across=False, pages=1021))
+@pytest.mark.parametrize("provenance", ["exact", "isolated", "same_namespace"])
+def test_what_provenance_refuses_is_told_as_such(encoder, session, provenance):
+    policy = get_policy("irminsul", provenance=provenance)
+    survey = Survey(encoder, SurveySettings(methods=(), policy=policy, across=False, pages=2039))
     for request in session:
         survey.visit(request)
     survey.close()
     summary = summarise(survey)
-    assert summary["shifted_fraction"] == 0
-    assert summary["computed_refused_fraction"] > 0.4
+    assert survey.rows[0]["prefix"] + survey.rows[0]["shifted"] == 0  # nothing is there before the first prompt
+    assert (summary["shifted_fraction"] == 0) == (provenance == "exact")
+    assert (summary.get("computed_refused_fraction", 0) > 0.4) == (provenance == "exact")
+    if provenance == "isolated":  # whole chunks computed behind the sink; what else was seen is refused
+        assert 0.2 < summary["shifted_fraction"] < summary["upper_bound_fraction"]
+        assert summary["computed_refused_fraction"] > 0
 
 
 class Triples(Encoder):

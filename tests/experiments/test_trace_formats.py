@@ -70,12 +70,16 @@ def test_questions_over_passages_form_one_trace(tmp_path):
         {"question": "who?", "passages": ["a", {"title": "b", "text": "c"}], "answers": ["x", "y"]},
         {"document": "long", "instruction": "sum up", "summary": "short"},
         {"question": "no passages?"},
+        {"ordered_kv_records": [["k", "v"], ["l", "w"]], "key": "l", "value": "w"},
+        {"title": "b", "text": "c"},
     ]
     report = ReadReport()
     requests = list(read_requests(write(tmp_path / "rag.jsonl", *records), report))
-    assert [(request.trace, request.turn) for request in requests] == [("rag", 0), ("rag", 1)]
+    assert [(request.trace, request.turn) for request in requests] == [("rag", turn) for turn in range(4)]
     assert requests[0].messages[-1].content == "a\n\nb\nc\n\nwho?"
-    assert [request.response for request in requests] == ["x; y", "short"]
+    assert [request.response for request in requests] == ["x; y", "short", "w", ""]
+    assert requests[2].messages[-1].content == '{\n "k": "v",\n "l": "w"\n}\n\nKey: l'
+    assert requests[3].messages[-1].content == "b\nc\n\nWhat is told of b?"
     assert report.skipped == 1
 
 
