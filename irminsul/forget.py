@@ -77,6 +77,9 @@ def forget(
         requests=len(reached),
         unknown_rows=int((gone & unknown).sum()),
     )
+    # Pages given back earlier, as copies of others, say, may hold what is forgotten, too.
+    given_back = (tree.namespace == FREE) & (tree.tokens >= 0).any(axis=1)
+    held, kept = held | given_back, np.where(given_back, 0, kept)
     _drop_rows(tree, held, kept)
     _drop_records(cache, reached)
     if cache.pool is None or not held.any():
@@ -114,7 +117,7 @@ def _rows_reached(
     unknown = held & (first[tree.writer] < 0)
     owned = np.isin(tree.namespace, sorted(owners))[:, None]
     gone = held & (tree.base_position[:, None] + row >= first[tree.writer]) & (owned | ~unknown)
-    return gone, unknown
+    return held & np.logical_or.accumulate(gone, axis=1), unknown  # a page keeps its first rows or none
 
 
 def _drop_hints(cache: ContentCache, reached: dict[int, int], kept: Int64[np.ndarray, " N"]) -> None:
@@ -150,7 +153,7 @@ def _drop_rows(tree: PageTree, held: Bool[np.ndarray, " N"], kept: Int64[np.ndar
     """Empties pages from row ``kept`` on, and frees those that keep none."""
     for page in np.flatnonzero(held).tolist():
         rows = int(kept[page])
-        if rows == 0:
+        if rows == 0 and tree.namespace[page] != FREE:
             page_tree.release(tree, page)
         tree.fill[page] = rows
         tree.tokens[page, rows:], tree.writer[page, rows:] = -1, page_tree.UNKNOWN

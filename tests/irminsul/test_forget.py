@@ -25,6 +25,7 @@ from tests.irminsul.serving import edits, prompts, random_tokens
 SECRET = 210  # a token id that stands in no prompt unless it is planted
 LIMIT = 300
 EAGER = get_policy("irminsul", min_reuse=16, sink_tokens=8)
+EXACT, ISOLATED = (dataclasses.replace(EAGER, provenance=provenance) for provenance in ("exact", "isolated"))
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -110,11 +111,46 @@ def test_law_12_exactly_what_the_secret_had_a_part_in_goes(pair, requests, num_p
             np.testing.assert_array_equal(np.delete(answers[0].logits, SECRET), np.delete(answers[1].logits, SECRET))
 
 
+@st.composite
+def operations(draw):
+    """Requests under every provenance, some of which read a published namespace, and what is published there."""
+    done = []
+    for tokens, response, namespace in draw(histories()):
+        policy = draw(st.sampled_from((EAGER, EAGER, EXACT, ISOLATED)))
+        if draw(st.integers(0, 3)) == 0:
+            done.append(("publish", tokens, draw(st.integers(0, len(tokens))), policy))
+        done.append(("serve", tokens, {"continuation": response, "namespace": namespace, "shared": ("p",)}, policy))
+    return done
+
+
+@FEW
+@given(requests=operations(), num_pages=st.sampled_from((31, 97)))
+def test_law_12_under_every_provenance_and_across_namespaces(pair, requests, num_pages):
+    one, other = engines(pair, num_pages)
+    for engine in (one, other):
+        for kind, tokens, what, policy in requests:
+            engine.policy = policy
+            try:
+                if kind == "publish":
+                    engine.publish(tokens[:what], [tokens[what:]], namespace="p")
+                else:
+                    engine.serve(tokens, **what)
+            except PoolTooSmallError:
+                continue
+    before, secret_part = held(one.cache), touched(one, other)
+    for engine in (one, other):
+        for namespace in ("p", "a", "b"):
+            engine.forget(np.array([SECRET]), namespace=namespace)
+    np.testing.assert_array_equal(before & ~held(one.cache), secret_part)
+    assert not touched(one, other).any()
+    assert not (one.cache.tree.tokens == SECRET).any()
+
+
 def check_links(tree):
     for page in np.flatnonzero(tree.namespace >= 0):
         parent = tree.parent[page]
         assert parent in (ROOT, ORPHAN) or tree.parent_end[page] <= tree.fill[parent]
-        assert tree.namespace[page] == (tree.namespace[parent] if parent >= 0 else tree.namespace[page])
+        assert parent < 0 or tree.namespace[page] == tree.namespace[parent]
     assert (tree.tokens[tree.namespace < 0] != SECRET).all()
 
 
