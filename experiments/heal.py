@@ -285,10 +285,16 @@ def _conversion(config: ConfigDict, base: Model, stream: np.ndarray, out: Path) 
     """The one named, or a new one calibrated on the first tokens of the stream and kept in ``out``."""
     if config.conversion:
         return convert.load(config.conversion)
-    count, length = config.calibration
-    sequences = np.asarray(stream[: count * length], np.int32).reshape(count, length)
+    sequences: list[np.ndarray] = []
+    read = 0
+    for count, length in config.calibration:
+        block = np.asarray(stream[read : read + count * length], np.int32)
+        sequences += list(block.reshape(-1, length))
+        read += block.size
     with jax.default_matmul_precision("highest"):
         statistics = convert.calibrate(base, sequences)
     conversion = convert.convert(base, statistics, method=config.method, rope_width=config.rope_width, rank=config.rank)
-    convert.save(conversion, out, base=config.base, calibration_tokens=count * length, calibration_length=length)
+    convert.save(
+        conversion, out, base=config.base, calibration_tokens=read, calibration_length=max(map(len, sequences))
+    )
     return convert.load(out)  # as stored, so that the differences are to what will be loaded

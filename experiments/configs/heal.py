@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
             "method": "query_weighted",
             "rope_width": 64,
             "rank": 256,
-            "calibration": (16, 4096),  # sequences and their length
+            "calibration": ((8, 4096), (32, 1024)),  # sequences and their length, from the stream's beginning
             "work": "results/heal",  # checkpoints
             "steps": 320,
             "sequences": 64,

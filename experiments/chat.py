@@ -1,0 +1,127 @@
+"""``irminsul chat``: talks with a small model over the content cache, each word shown as it is drawn.
+
+Every turn is served as a whole conversation, as an API client would send it; what is unchanged comes from the cache.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import models
+from irminsul.cache import CacheConfig
+from irminsul.engine import Engine, Response
+from models import Tokenizer, smollm2
+from models.families import Model
+
+PROMPT_TOKENS, ANSWER_TOKENS = 4096, 512
+
+
+@dataclasses.dataclass
+class Conversation:
+    """Messages so far, and the engine that serves them."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    messages: list[dict[str, Any]]
+    stop: tuple[int, ...]
+
+    def ask(self, words: str, on_text: Callable[[str], None], most: int = ANSWER_TOKENS, **sampling: Any) -> Response:
+        """Sends a message and hands over the answer piece by piece, each a whole number of characters.
+
+        Args:
+          words: of the user.
+          on_text: called with each new piece.
+          most: tokens of the answer.
+          sampling: ``temperature``, ``top_p``, ``seed`` as for ``Engine.serve``.
+
+        Raises:
+          ValueError: if the conversation is longer than the cache serves; it stays as it was.
+        """
+        asked = [*self.messages, {"role": "user", "content": words}]
+        stream = TextStream(self.tokenizer, on_text)
+
+        def on_token(token: int) -> None:
+            if token not in self.stop:
+                stream.add(token)
+
+        prompt = self.tokenizer.encode_chat(asked)
+        response = self.engine.serve(prompt, max_new_tokens=most, stop_tokens=self.stop, on_token=on_token, **sampling)
+        self.messages = [*asked, {"role": "assistant", "content": stream.text}]
+        return response
+
+
+@dataclasses.dataclass
+class TextStream:
+    """Tokens to text as they come: what may still change (half of a character) is held back."""
+
+    tokenizer: Tokenizer
+    on_text: Callable[[str], None]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    shown: int = 0
+
+    @property
+    def text(self) -> str:
+        return self.tokenizer.decode(self.tokens)
+
+    def add(self, token: int) -> None:
+        """Takes one more token."""
+        self.tokens.append(token)
+        text = self.text
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.on_text(text[self.shown :])
+            self.shown = len(text)
+
+
+def conversation(model: Model, tokenizer: Tokenizer, system: str = "", policy: str = "irminsul") -> Conversation:
+    """An empty conversation with a model that has a chat template."""
+    config = CacheConfig(
+        num_pages=2 * (PROMPT_TOKENS + ANSWER_TOKENS) // 64,
+        max_prompt_tokens=PROMPT_TOKENS,
+        max_new_tokens=ANSWER_TOKENS,
+        dtype=str(model.dtype),
+    )
+    end = model.config.eos_token_id
+    stop = end if isinstance(end, tuple) else () if end is None else (end,)
+    messages = [{"role": "system", "content": system}] if system else []
+    return Conversation(Engine.create(model, config, policy), tokenizer, messages, stop)
+
+
+def main(arguments: Sequence[str] | None = None, lines: TextIO | None = None) -> int:
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="irminsul chat", description="talk with a small model over the content cache")
+    parser.add_argument("--model", default=smollm2.MLA_NAME, choices=(smollm2.MLA_NAME, smollm2.NAME))
+    parser.add_argument("--system", default="", help="the system message; the model's own if empty")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    try:
+        model, tokenizer = models.load(options.model, "float32"), smollm2.load_tokenizer()
+    except ModuleNotFoundError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    talk = conversation(model, tokenizer, options.system)
+    print(f"{options.model}: type a message, an empty line ends", flush=True)
+    for line in lines or sys.stdin:
+        if not line.strip():
+            break
+        started = time.perf_counter()
+        response = talk.ask(line.strip(), _show, temperature=options.temperature, seed=options.seed)
+        served = sum(response.bins[name] for name in ("exact", "shifted"))
+        print(
+            f"\n[{len(response.tokens)} tokens in {time.perf_counter() - started:.1f} s, first after "
+            f"{response.timings['ttft_ms'] / 1e3:.1f} s; {served} of {sum(response.bins.values())} prompt tokens from "
+            "the cache]",
+            flush=True,
+        )
+    return 0
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
