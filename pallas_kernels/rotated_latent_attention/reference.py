@@ -229,7 +229,7 @@ def gather_rows(
     if latent_scale is not None:
         latent = latent * latent_scale.at[layer, page].get(mode="clip")[..., None]
     latent = jnp.where(seen, latent, 0.0)
-    rope = rope_pages.at[layer, page, :, : rotary.width].get(mode="clip").astype(jnp.float32)
+    rope = rope_pages.at[layer, page].get(mode="clip")[..., : rotary.width].astype(jnp.float32)
     rope = jnp.where(seen, rope, 0.0)
     rope = rotate(rope, delta, rotary)
     return Rows(latent.reshape(-1, latent.shape[-1]), rope.reshape(-1, rope.shape[-1]), position.reshape(-1))
