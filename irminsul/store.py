@@ -27,7 +27,6 @@ from irminsul.cache_format import CacheFormat
 from irminsul.commit import pages_in_use
 from irminsul.forget import Forgotten
 from irminsul.page_tree import FREE, UNKNOWN
-from irminsul.placement import place
 from irminsul.plan import extend_content, plan_prompt, read_content
 from irminsul.policies import Policy
 from irminsul.prefill import Request
@@ -42,7 +41,7 @@ from irminsul.store_owner import (
     owner_of,
     tenant_owners,
 )
-from irminsul.store_pool import PoolPages, better_pages, free_pages
+from irminsul.store_pool import PoolPages, better_pages, free_pages, pages_written
 from irminsul.store_record import PageRecord, StoredObjectError, decode_rows
 from irminsul.store_transfer import fits_pool, start_gather, write_pages
 from irminsul.store_writer import DeleteJob, Place, WriteBehind, WriteJob
@@ -162,26 +161,26 @@ class Store:
         window, limit = config.chunking.anchor_window, config.planned_entries
         _, pool_owner = open_namespace(cache, key)
         pooled = plan_prompt(tree, cache.registry, content, pool_owner, policy, window, limit)
+        used = pages_in_use(tree, pooled)
+        names = [self._pages.name(page, cache) for page in np.flatnonzero(used).tolist()]
+        catalog.touch([catalog.entries[name].slot for name in names if name in catalog.entries])
         if pooled.bins["exact"] == len(tokens) - 1:
             return [], cache.in_flight > 0
         stored = plan_prompt(catalog.tree, catalog.cache.registry, content, owner, policy, window, limit)
         entries = [catalog.at(slot) for slot in better_pages(stored, pooled)]
         catalog.touch([entry.slot for entry in entries])
         self._pages.adopt(tree, entries)
-        keep = pages_in_use(tree, pooled) | (cache.in_flight > 0)
+        keep = used | (cache.in_flight > 0) | tree.pinned
         keep[[page for entry in entries if (page := self._pages.page(entry.name, tree)) is not None]] = True
         missing = [entry for entry in entries if self._pages.page(entry.name, tree) is None]
-        fresh = len(place(catalog.tree, stored, rotate=policy.rotate, extra_tokens=new_tokens).fresh)
-        if policy.repair != "none":  # into private copies of pages
-            fresh += len({piece.page for span in stored.spans if not span.exact for piece in span.pieces})
-        room = max(0, tree.num_pages - int(keep.sum()) - fresh)
-        self._miss("room", len(missing[room:]))
+        room = max(0, tree.num_pages - int(keep.sum()) - pages_written(catalog.tree, stored, policy, new_tokens))
+        self.metrics.miss("room", len(missing[room:]))
         return missing[:room], keep
 
     def _fetch(self, cache: ContentCache, key: bytes, entries: list[Entry], keep: np.ndarray) -> ContentCache:
         """Reads pages batch by batch, the next while one is on its way to the device, and hands them to the pool."""
-        pages = free_pages(cache.tree, len(entries), keep)
-        self._miss("room", len(entries) - len(pages))
+        pages = free_pages(cache, len(entries), keep)
+        self.metrics.miss("room", len(entries) - len(pages))
         cache, owner = open_namespace(cache, key)
         cache = next_step(cache, donate=True)
         for page in pages[cache.tree.namespace[pages] != FREE].tolist():
@@ -229,7 +228,7 @@ class Store:
             if not fits_pool(pool, rows, entry.record.fill):
                 raise StoredObjectError("format", f"rows of {entry.name} are not those of this pool")
         except StoredObjectError as error:
-            self._miss(error.reason)
+            self.metrics.miss(error.reason)
             self._strike(entry)
             return None
         self.metrics.stored_hits += 1
@@ -402,7 +401,3 @@ class Store:
 
     def _place(self, entry: Entry) -> Place:
         return self._owners[entry.record.owner].place(entry.name)
-
-    def _miss(self, reason: str, count: int = 1) -> None:
-        if count:
-            self.metrics.misses[reason] += count

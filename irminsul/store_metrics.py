@@ -31,6 +31,11 @@ class StoreMetrics:
     displaced: int = 0
     write_failures: int = 0
 
+    def miss(self, reason: str, count: int = 1) -> None:
+        """Counts pages that a prompt was not given."""
+        if count:
+            self.misses[reason] += count
+
     def as_dict(self) -> dict[str, int]:
         """All counts by name; reasons as ``misses_corrupt``."""
         counts: dict[str, int] = {}

@@ -13,7 +13,9 @@ import numpy as np
 from irminsul import page_tree
 from irminsul.cache import ContentCache
 from irminsul.page_tree import FREE, ORPHAN, ROOT, UNKNOWN, PageTree
+from irminsul.placement import place
 from irminsul.plan import EXACT, SHIFTED, PromptContent, ReusePlan
+from irminsul.policies import Policy
 from irminsul.store_catalog import Catalog, Entry, hints_of_rows, read_tree_rows, write_tree_rows
 from irminsul.store_provenance import carry, number_in
 from irminsul.store_record import NAMED_ROWS, ORPHAN_NAME, ROOT_NAME, PageRecord, page_name
@@ -58,7 +60,8 @@ class PoolPages:
             rows = {array: getattr(tree, array)[page, : tree.fill[page]] for array in NAMED_ROWS}
             owner = self._owner_digest(cache.namespaces[tree.namespace[page]])
             name = page_name(owner, name, int(tree.parent_end[page]), int(tree.base_position[page]), rows)
-            self._remember(page, name, tree)
+            if not cache.in_flight[page]:  # else what it is called may change until its request ends
+                self._remember(page, name, tree)
         return name
 
     def page(self, name: str, tree: PageTree) -> int | None:
@@ -156,7 +159,16 @@ def better_pages(stored: ReusePlan, pooled: ReusePlan) -> list[int]:
     return list(slots)
 
 
-def free_pages(tree: PageTree, count: int, keep: np.ndarray) -> np.ndarray:
-    """Up to ``count`` pages of the pool to load into: free ones first, then those unused for longest."""
+def pages_written(tree: PageTree, plan: ReusePlan, policy: Policy, new_tokens: int) -> int:
+    """How many pages of a pool a plan over ``tree`` writes, at most."""
+    fresh = len(place(tree, plan, rotate=policy.rotate, extra_tokens=new_tokens).fresh)
+    if policy.repair != "none":  # into private copies
+        fresh += len({piece.page for span in plan.spans if not span.exact for piece in span.pieces})
+    return fresh
+
+
+def free_pages(cache: ContentCache, count: int, keep: np.ndarray) -> np.ndarray:
+    """Up to ``count`` pages of the pool to load into: free ones first, then those that are evicted first."""
+    tree = cache.tree
     free = np.flatnonzero(tree.namespace == FREE)[:count]
-    return np.concatenate([free, page_tree.pages_to_evict(tree, count - len(free), keep)])
+    return np.concatenate([free, page_tree.pages_to_evict(tree, count - len(free), keep, cache.config.eviction)])

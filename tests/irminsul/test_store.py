@@ -351,3 +351,29 @@ def test_only_what_would_be_served_is_loaded(model, config, empty, kept):
             key = request_key(empty(), model, "default", "", get_policy(policy).bitwise)
             loaded = store.load(empty(), key, moved, get_policy(policy))
             assert (loaded.tree.namespace >= 0).any() == (policy == "irminsul")
+
+
+def test_pinned_pages_stay_and_what_the_pool_serves_stays_in_the_catalog(model, config, empty):
+    """Loading evicts no pinned page; pages that are hot in the pool are no cold ones of the store."""
+    kv = memory_store()
+    with Store(kv, None, config, max_pages=75) as store:
+        small = dataclasses.replace(config, num_pages=43)
+        caches = [new_cache(config), new_cache(small)]
+        for seed, cache in ((0, 0), (1, 1), (0, 0), (2, 1)):
+            tokens = random_tokens(seed, 401)
+            key = request_key(caches[cache], None, "default", "")
+            caches[cache] = store.load(caches[cache], key, tokens, get_policy("irminsul"))
+            result = prefill(None, caches[cache], tokens)
+            caches[cache] = complete(result.cache, result.request)
+            store.keep(caches[cache], result.request)
+        held = caches[1].tree.namespace >= 0
+        caches[1].tree.pinned[held] = True
+        fresh = new_cache(config)
+        for seed in (0, 2):
+            loaded = store.load(fresh, key, random_tokens(seed, 401), get_policy("irminsul"))
+            fresh = loaded
+            assert (loaded.tree.namespace >= 0).sum() > 30
+        before = caches[1].tree.serial.copy()
+        pinned = store.load(caches[1], key, random_tokens(0, 401), get_policy("irminsul"))
+        np.testing.assert_array_equal(pinned.tree.serial[held], before[held])
+        assert store.metrics.misses["room"] > 20
