@@ -53,7 +53,8 @@ def isolate(
     mode: Mode = "fast",
 ) -> ContentCache:
     """Computes the chunks of a prompt behind the sink alone, those that are not there yet: what ``prefill`` serves from
-    under ``provenance="isolated"``. Takes the cache over. Chunks that the pool has no room for are left out.
+    under ``provenance="isolated"``. Takes the cache over. Chunks that the pool or the compiled
+    prefill has no room for are left out.
 
     Raises:
       ConsumedError, ValueError: as ``prefill``, before anything changes.
@@ -64,7 +65,8 @@ def isolate(
     content = read_content(tokens, cache.config.chunking, key)
     for begin, end in isolated_chunks(content, policy):
         sequence = np.concatenate([sink, content.tokens[begin:end]])
-        if not isolated_path(cache, key, sequence, policy):
+        fits = len(sequence) <= cache.config.max_prompt_tokens
+        if fits and not isolated_path(cache, key, sequence, policy):
             try:
                 cache, request = _compute(model, cache, sequence, namespace, adapter, mode, "isolated")
             except PoolTooSmallError:
