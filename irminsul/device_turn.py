@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int, Int8, Int32
 from irminsul.blocks import Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig
 from irminsul.compute import COPY_CAPACITY, PrefillBatch, compute_blocks
+from irminsul.counters import Counters, of_turn
 from irminsul.device_cache import DeviceCache
 from irminsul.device_commit import Allocation, allocate, claim, finish, pages_in_use
 from irminsul.device_placement import DevicePlacement, fresh_capacity, page_of_token, page_table, parents, place
@@ -39,6 +40,7 @@ class TurnOutput:
       table_entries: entries of the page table.
       refused: the turn was not served and the cache is what it was: the pool cannot hold the prompt, or the length,
         a token id or the namespace is out of range. ``prefill`` raises where this is true.
+      counters: what the turn adds to the counts of a cache (``counters.py``).
     """
 
     logits: Float[Array, " V"] | None
@@ -46,6 +48,7 @@ class TurnOutput:
     bins: Int32[Array, " bins"]
     table_entries: Int32[Array, ""]
     refused: Bool[Array, ""]
+    counters: Counters
 
 
 def turn(
@@ -123,7 +126,9 @@ def turn(
             tree=lax.fori_loop(0, need, lambda i, tree: release(tree, pages[i], jnp.bool_(True)), carry.tree),
         )
     bin_of_token = jnp.where(served, plan.bin_of_token, NO_BIN).astype(jnp.int8)
-    output = TurnOutput(logits, bin_of_token, jnp.where(served, plan.bins, 0), entries, ~served)
+    evictions = jnp.maximum(need - allocation.free, 0)
+    counts = of_turn(served, plan.bins, evictions, need, table, tree.num_pages)
+    output = TurnOutput(logits, bin_of_token, jnp.where(served, plan.bins, 0), entries, ~served, counts)
     return carry, output
 
 

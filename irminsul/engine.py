@@ -11,6 +11,8 @@ from jaxtyping import Float, Int8
 from irminsul.blocks import Mode, blocks_for
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.cache_key import request_key
+from irminsul.commit import PoolTooSmallError
+from irminsul.counters import Counters, no_counts, of_request, one_refused
 from irminsul.decode import advance, start_decoding
 from irminsul.forget import Forgotten, forget
 from irminsul.policies import Policy, get_policy
@@ -59,6 +61,7 @@ class Engine:
     policy: Policy
     mode: Mode
     store: Store | None = None
+    counters: Counters = dataclasses.field(default_factory=no_counts)
 
     @classmethod
     def create(
@@ -132,17 +135,22 @@ class Engine:
             self.cache = isolate(
                 self.model, self.cache, tokens, self.policy, namespace=namespace, adapter=adapter, mode=self.mode
             )
-        result = prefill(
-            self.model,
-            self.cache,
-            tokens,
-            self.policy,
-            namespace=namespace,
-            adapter=adapter,
-            new_tokens=count,
-            mode=self.mode,
-            shared=shared,
-        )
+        try:
+            result = prefill(
+                self.model,
+                self.cache,
+                tokens,
+                self.policy,
+                namespace=namespace,
+                adapter=adapter,
+                new_tokens=count,
+                mode=self.mode,
+                shared=shared,
+            )
+        except PoolTooSmallError:
+            self.counters += one_refused()
+            raise
+        self.counters += of_request(result.request)
         self.cache = result.cache
         first = time.perf_counter()
         emitted: list[int] = []

@@ -33,7 +33,7 @@ class Request:
     ``slots [D, 2]`` are page and row of the tokens behind the prompt; ``entries`` the page table so far, ``(page_id,
     row_begin, row_end, target_position, base_position)``; ``private`` its copies of pages with repaired rows, given
     back at the end; ``held`` the pages it reads or writes, which stay where they are until ``complete``; ``clock`` the
-    step that prefilled it, by which ``forget`` knows it.
+    step that prefilled it, by which ``forget`` knows it; ``evicted`` how many pages were given up for it.
     """
 
     plan: ReusePlan
@@ -46,6 +46,7 @@ class Request:
     slots: Int32[np.ndarray, "D 2"]
     held: Int32[np.ndarray, " U"]
     clock: int
+    evicted: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,9 @@ def admit(
     cache.tree.last_used[held] = cache.clock
     cache.in_flight[held] += 1
     slots = decode_slots(placement.fresh, pages, plan.length)
-    request = Request(plan, policy, key, placement.fresh, pages, private, placement.entries, slots, held, cache.clock)
+    request = Request(
+        plan, policy, key, placement.fresh, pages, private, placement.entries, slots, held, cache.clock, len(evicted)
+    )
     return Admission(cache, request, placement, blocks)
 
 
