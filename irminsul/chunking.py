@@ -227,7 +227,8 @@ class _Cuts:
     def ends(self, forced: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
         """Chunk and segment ends."""
         ends = _clamp(np.concatenate(self.natural), forced, total, self.config)
-        return ends, ends[np.isin(ends, np.append(np.concatenate(self.rare), total))]
+        rare = np.append(np.concatenate(self.rare), total)  # ascending, the last of them the last end
+        return ends, ends[rare[np.searchsorted(rare, ends)] == ends]
 
 
 class _Anchors:
