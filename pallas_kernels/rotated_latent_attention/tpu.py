@@ -64,10 +64,9 @@ def rotated_latent_attention(
     if interpret is None:
         _check_supported(latent_pages, rope_pages, q_latent)
     tokens, heads, _ = q_latent.shape
-    requests, page_rows = page_table.page_id.shape[0], latent_pages.shape[2]
+    requests, entries = page_table.page_id.shape
     per_tile = max(1, min(tile_rows // heads, -(-tokens // requests)))
     tiles = tile_queries(query_position, query_offsets, heads, per_tile * heads)
-    entries = page_table.page_id.shape[1]
     spare = max(1, -(-entries // pages_per_step)) * pages_per_step - entries
     table = jax.tree.map(lambda field: jnp.pad(field, ((0, 0), (0, spare))), page_table)
     used = used_entries(table)
@@ -80,18 +79,15 @@ def rotated_latent_attention(
         *(tiles.request, tiles.last, -(-count // pages_per_step), layer.reshape(1)),
         *(jnp.where(used, field, 0).reshape(-1) for field in entry_fields),
     )
-    turns = _per_value(cos_sin(rotary, jnp.where(used, delta, 0)), rotary.interleaved)
-    row_turns = _per_value(cos_sin(rotary, jnp.arange(page_rows)), rotary.interleaved)
-    width, lanes = q_rope.shape[-1], rope_pages.shape[-1]
-    pairs = jnp.zeros((1, width // 2))
-    right_angle = apply_rotation(jnp.eye(width), pairs, pairs + 1, rotary.interleaved).astype(rope_pages.dtype)
-    right_angle = jnp.pad(right_angle, ((0, lanes - width), (0, 0)))
-    q_rope, right_angle, *turns = (_to_lanes(x, lanes) for x in (q_rope, right_angle, *turns, *row_turns))
+    lanes = rope_pages.shape[-1]
+    entry_turns, row_turns = (
+        _turns(rotary, by, lanes) for by in (jnp.where(used, delta, 0), jnp.arange(latent_pages.shape[2]))
+    )
+    queries = (pack(tiles, q_latent), pack(tiles, _to_lanes(q_rope, lanes)), tiles.position[..., None])
+    constants = (_right_angle(rotary, lanes).astype(rope_pages.dtype), *row_turns)
     pools = (latent_pages, rope_pages)
-    queries = (pack(tiles, q_latent), pack(tiles, q_rope), tiles.position[..., None])
-    constants = (right_angle, *turns[2:])
-    kernel = _kernel(queries, constants, pools, len(scalars), pages_per_step, width, scale, storage, interpret)
-    out, lse = kernel(*scalars, *queries, *constants, *turns[:2], *pools)
+    kernel = _kernel(queries, constants, pools, len(scalars), pages_per_step, rotary.width, scale, storage, interpret)
+    out, lse = kernel(*scalars, *queries, *constants, *entry_turns, *pools)
     return unpack(tiles, out, tokens, 0.0), unpack(tiles, lse[..., :1], tokens, -jnp.inf)[..., 0]
 
 
@@ -117,11 +113,19 @@ def _to_lanes(x, lanes):
     return jnp.pad(x, [*([(0, 0)] * (x.ndim - 1)), (0, lanes - x.shape[-1])])
 
 
-def _per_value(factors, interleaved):
-    """Cosines and sines, one per rotary value instead of per pair."""
-    if interleaved:
-        return tuple(jnp.repeat(factor, 2, axis=-1) for factor in factors)
-    return tuple(jnp.concatenate([factor, factor], axis=-1) for factor in factors)
+def _turns(rotary, delta, lanes):
+    """Cosines and sines ``[..., lanes]``, one per rotary value instead of per pair."""
+    factors = cos_sin(rotary, delta)
+    if rotary.interleaved:
+        return tuple(_to_lanes(jnp.repeat(factor, 2, axis=-1), lanes) for factor in factors)
+    return tuple(_to_lanes(jnp.concatenate([factor, factor], axis=-1), lanes) for factor in factors)
+
+
+def _right_angle(rotary, lanes):
+    """``J [lanes, lanes]``: ``k @ J`` turns each pair of a key by a right angle."""
+    pairs = jnp.zeros((1, rotary.width // 2))
+    turn = apply_rotation(jnp.eye(rotary.width), pairs, pairs + 1, rotary.interleaved)
+    return _to_lanes(jnp.pad(turn, ((0, lanes - rotary.width), (0, 0))), lanes)
 
 
 def _kernel(queries, constants, pools, num_scalars, pages, turned, scale, storage, interpret):

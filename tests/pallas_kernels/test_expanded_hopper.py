@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.rotated_latent_attention import expanded_hopper
+from pallas_kernels.rotated_latent_attention import api, expanded_hopper
 from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention
 from pallas_kernels.rotated_latent_attention.reference import NEVER
 from tests.pallas_kernels.latent_oracle import random_problem
@@ -92,3 +92,5 @@ def test_shapes_the_kernel_does_not_take_are_refused():
     ):
         with pytest.raises(NotImplementedError, match=f"{reason}.*use implementation='xla'"):
             expanded_hopper.expanded_latent_attention(*arguments(case, **change), scale=1.0)
+    with pytest.raises(NotImplementedError, match=r"expanded_latent_attention.*mosaic_gpu.*not available on"):
+        api.expanded_latent_attention(*arguments(case), scale=1.0, implementation="mosaic_gpu")
