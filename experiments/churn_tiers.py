@@ -12,7 +12,7 @@ from irminsul.policies import Policy
 from irminsul.prefill import Request
 from irminsul.store import Store
 
-MAX_PAGES = 512
+MAX_PAGES = 128
 # Reasons for a page not served or a record passed over that a damaged object gives.
 DAMAGED = ("missing", "truncated", "corrupt", "foreign", "version", "format", "unreadable")
 
