@@ -112,8 +112,8 @@ def to_host(
 ) -> ContentCache:
     """The carry as a cache for ``prefill`` and ``Engine``; the inverse of ``to_device``. The pool is shared.
 
-    ``provenance`` is that of the cache the session began with. Turns leave no record, so what they wrote has an unknown
-    context, which ``forget`` takes to hold everything.
+    ``provenance`` is what is known of the requests so far (``device_provenance.session_provenance``). What others wrote
+    has an unknown context, which ``forget`` takes to hold everything.
     """
     tree = PageTree(**{field.name: np.array(getattr(carry.tree, field.name)) for field in fields(PageTree)})
     hints = Registry(_hint_table_to_host(carry.content), _hint_table_to_host(carry.chain))

@@ -41,6 +41,9 @@ class TurnOutput:
       refused: the turn was not served and the cache is what it was: the pool cannot hold the prompt, or the length,
         a token id or the namespace is out of range. ``prefill`` raises where this is true.
       counters: what the turn adds to the counts of a cache (``counters.py``).
+      clock: of the turn, which names it as a request.
+      writer, position: of a token served from a stored row, the request that computed the row, and the position it did
+        so at; of the others -1 (``device_provenance``).
     """
 
     logits: Float[Array, " V"] | None
@@ -49,6 +52,9 @@ class TurnOutput:
     table_entries: Int32[Array, ""]
     refused: Bool[Array, ""]
     counters: Counters
+    clock: Int32[Array, ""]
+    writer: Int32[Array, " P"]
+    position: Int32[Array, " P"]
 
 
 def turn(
@@ -99,6 +105,9 @@ def turn(
     need = jnp.where(served, placement.need, 0)
 
     clock = tree.clock + served.astype(jnp.int32)
+    page, row = plan.trail
+    writer = jnp.where(plan.reused, tree.writer[page, row], -1)
+    position = jnp.where(plan.reused, tree.base_position[page] + row, -1)
     touched = jnp.where(jnp.arange(pages.shape[0]) < need, pages, tree.num_pages)  # out of range: dropped
     tree = claim(tree, allocation, placement, need, tokens, parents(tree, placement, page_of), owner)
     last_used = jnp.where(keep & served, clock, tree.last_used).at[touched].set(clock, mode="drop")
@@ -128,7 +137,8 @@ def turn(
     bin_of_token = jnp.where(served, plan.bin_of_token, NO_BIN).astype(jnp.int8)
     evictions = jnp.maximum(need - allocation.free, 0)
     counts = of_turn(served, plan.bins, evictions, need, table, tree.num_pages)
-    output = TurnOutput(logits, bin_of_token, jnp.where(served, plan.bins, 0), entries, ~served, counts)
+    bins = jnp.where(served, plan.bins, 0)
+    output = TurnOutput(logits, bin_of_token, bins, entries, ~served, counts, clock, writer, position)
     return carry, output
 
 

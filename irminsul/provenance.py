@@ -6,8 +6,8 @@ never the second. So each request leaves a ``Computation``: the tokens it comput
 in their place. Rows name their request (``PageTree.writer``) and position, so the influence of a token is one pass over
 requests in the order they came, and it outlives the eviction of the rows it went through.
 
-Rows without a record (written inside ``jit``, or read from a store) have an unknown context, which is taken to hold
-whatever is to be forgotten in their namespace.
+Rows without a record (written inside ``jit``, until ``device_provenance`` makes one) have an unknown context, which is
+taken to hold whatever is to be forgotten in their namespace.
 """
 
 import dataclasses

@@ -14,7 +14,9 @@ from irminsul.cache_key import request_key
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.device_cache import to_device, to_host
+from irminsul.device_provenance import session_provenance
 from irminsul.engine import Engine
+from irminsul.forget import forget
 from irminsul.plan import BINS
 from irminsul.policies import get_policy
 from irminsul.prefill import prefill
@@ -200,6 +202,7 @@ def test_a_scan_over_turns_equals_the_engine_bit_for_bit():
 
     prompts = random_session(5, 11)
     requests = [jnp.stack(parts) for parts in zip(*map(padded, prompts), strict=True)]
+    before = engine.cache.provenance.copy()
     arguments = (model, to_device(engine.cache.copy()), *requests, jnp.zeros(11, jnp.int32))
     session = device_turn.serve_session.lower(*arguments, config=config, policy=policy).compile()
     memory = session.memory_analysis()
@@ -216,7 +219,14 @@ def test_a_scan_over_turns_equals_the_engine_bit_for_bit():
     assert exact > 100
     assert shifted > 100
     assert_same_cache(carry, engine.cache)
-    # The host goes on where the device stopped.
+    # The host knows what the turns computed behind which rows, and goes on where the device stopped.
+    known = session_provenance(before, *(np.asarray(part) for part in requests), np.zeros(11, np.int32), outputs)
+    for request, computation in engine.cache.provenance.computations.items():
+        assert_same(dataclasses.astuple(computation), dataclasses.astuple(known.computations[request]))
+    secret = prompts[2][5:8]
+    cache, forgotten = forget(to_host(carry, config, engine.cache.namespaces, known), secret, donate=False)
+    assert forgotten == forget(engine.cache, secret, donate=False)[1]
+    assert forgotten.rows > forgotten.unknown_rows == 0
     cache = to_host(carry, config, engine.cache.namespaces)
     after = prefill(model, cache, prompts[1], policy, mode="deterministic")
     np.testing.assert_array_equal(after.logits, engine.serve(prompts[1]).logits)
