@@ -47,20 +47,20 @@ def figures(result: dict[str, Any], peers: dict[str, Any]) -> str:
         f"{result['environment']['device']}, JAX {result['environment']['jax']}; ceilings of the run: copy "
         f"{ceilings['copy_gbps']:.0f} GB/s, sustained product {ceilings['matmul_tflops']:.0f} TFLOP/s.",
         "",
-        "| H, B, T, L | us | kernel alone | TFLOP/s | GB/s | of the floor | best peer, scaled | peer / ours | error |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| H, B, T, L | us | kernel alone | TFLOP/s | GB/s | of the floor | best peer, scaled | peer / ours "
+        "| peer / ours without distances | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     peer_times = best_peers(peers, ceilings)
     for shape, rows in by_shape(result).items():
-        for row in rows:
-            if row["form"] == "absorbed" and row["rotation"] and row["delta_pattern"] == "every_8_pages":
-                peer = peer_times.get(shape)
-                lines.append(
-                    f"| {', '.join(map(str, shape))} | {row['microseconds']:.1f} | {row['kernel_microseconds']:.1f} "
-                    f"| {row['tflops']:.0f} | {row['gbps']:.0f} | {floor(shape, ceilings) / row['microseconds']:.0%} "
-                    + (f"| {peer:.1f} | {peer / row['microseconds']:.2f} " if peer else "| - | - ")
-                    + f"| {row['relative_error']:.1e} |"
-                )
+        turning = {row["delta_pattern"]: row for row in rows if row["form"] == "absorbed" and row["rotation"]}
+        row, plain = turning["every_8_pages"], turning["none"]["microseconds"]
+        peer = peer_times.get(shape, float("nan"))
+        lines.append(
+            f"| {_name(shape)} | {row['microseconds']:.1f} | {row['kernel_microseconds']:.1f} "
+            f"| {row['tflops']:.0f} | {row['gbps']:.0f} | {floor(shape, ceilings) / row['microseconds']:.0%} "
+            f"| {peer:.1f} | {peer / row['microseconds']:.2f} | {peer / plain:.2f} | {row['relative_error']:.1e} |"
+        )
     lines += ["", *rotation_table(result), "", *expanded_table(result, peer_times)]
     return "\n".join(lines) + "\n"
 
@@ -78,7 +78,7 @@ def rotation_table(result: dict[str, Any]) -> list[str]:
         without = times.get((False, "every_8_pages"))
         if without:
             lines.append(
-                f"| {', '.join(map(str, shape))} | {without:.1f} | {times[True, 'every_8_pages'] / without - 1:+.1%} "
+                f"| {_name(shape)} | {without:.1f} | {times[True, 'every_8_pages'] / without - 1:+.1%} "
                 f"| {times[True, 'none']:.1f} | {times[True, 'every_page']:.1f} |"
             )
     return lines
@@ -95,7 +95,7 @@ def expanded_table(result: dict[str, Any], peer_times: dict[Shape, float]) -> li
         }
         if "expanded" in times:
             lines.append(
-                f"| {', '.join(map(str, shape))} | {times['absorbed']:.1f} | {times['expanded']:.1f} "
+                f"| {_name(shape)} | {times['absorbed']:.1f} | {times['expanded']:.1f} "
                 f"| {peer_times.get(shape, float('nan')):.1f} |"
             )
     return lines
@@ -153,6 +153,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def _name(shape: Shape) -> str:
+    return ", ".join(map(str, shape))
 
 
 def _spec(shape: Shape) -> ArgSpec:

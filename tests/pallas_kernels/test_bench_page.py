@@ -29,6 +29,7 @@ RESULT = {
         row(DECODE, 123.0, "every_page"),
         row(DECODE, 100.0, rotation=False),
         row(EXTEND, 20000.0),
+        row(EXTEND, 19000.0, "none"),
         row(EXTEND, 5000.0, form="expanded"),
     ],
 }
@@ -52,7 +53,7 @@ def test_floor_is_the_larger_of_bytes_and_products():
 
 def test_tables_state_ratios():
     text = bench_page.figures(RESULT, PEERS)
-    assert "| 16, 64, 1, 4096 | 101.0 | 100.0 | 100 | 1000 | 75% | 88.0 | 0.87 | 2.0e-03 |" in text
+    assert "| 16, 64, 1, 4096 | 101.0 | 100.0 | 100 | 1000 | 75% | 88.0 | 0.87 | 0.89 | 2.0e-03 |" in text
     assert "| 16, 64, 1, 4096 | 100.0 | +1.0% | 99.0 | 123.0 |" in text
     assert "| 128, 1, 1024, 33792 | 20000.0 | 5000.0 | 18000.0 |" in text
     # No row without rotation to compare with, no expanded form: not in those tables.

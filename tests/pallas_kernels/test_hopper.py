@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_table import PageTable
-from pallas_kernels.rotated_latent_attention import hopper, hopper_rows
+from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows
 from pallas_kernels.rotated_latent_attention.hopper_splits import MULTIPROCESSORS, tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, merge, pack, split_pairs, tile_queries, unpack
 from tests.pallas_kernels.latent_oracle import oracle, random_problem
@@ -161,6 +161,23 @@ def test_lowers_for_cuda(heads, queries, width, options):
     attend = jax.jit(partial(hopper.rotated_latent_attention, scale=problem.scale, **options))
     lowered = attend.trace(*problem.arguments()).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in lowered
+
+
+def test_nothing_named_takes_the_kernel_where_it_can(monkeypatch):
+    """On a Hopper GPU: bfloat16 rows go to the kernel, float32 rows to XLA unless the kernel is named."""
+    monkeypatch.setattr(api, "hopper_available", lambda: True)
+    monkeypatch.setattr(hopper, "plan", lambda *_, **__: None)
+    mark = jnp.full((11, 16, 128), 7.0, jnp.bfloat16)
+    monkeypatch.setattr(hopper, "attend", lambda *_, **__: (mark, jnp.zeros((11, 16), jnp.float32)))
+    shape = {"heads": 16, "latent_width": 128, "rope_width": 64, "page_size": 64}
+    problems = [random_problem(1, **shape, dtype=dtype) for dtype in ("bfloat16", "float32")]
+    attend = api.rotated_latent_attention
+    assert attend(*problems[0].arguments(), scale=1.0)[0] is mark
+    assert attend(*problems[0].arguments(), scale=1.0, implementation="xla")[0] is not mark
+    out, _ = attend(*problems[1].arguments(), scale=problems[1].scale)
+    assert_close(out, oracle(problems[1])[0])
+    with pytest.raises(NotImplementedError, match="queries of float32"):
+        attend(*problems[1].arguments(), scale=1.0, implementation="mosaic_gpu")
 
 
 def test_shapes_the_kernel_does_not_take_are_refused():
