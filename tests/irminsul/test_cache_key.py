@@ -11,7 +11,13 @@ from irminsul.cache_key import namespace_prefix, request_key
 from pallas_kernels.rotary import rotary_table
 from tests.irminsul.serving import assert_same_bits, random_tokens, serve
 
-FIELDS: dict[str, Any] = {"namespace": "ada", "adapter": "", "bitwise": True, "mode": "deterministic", "context": "private"}
+FIELDS: dict[str, Any] = {
+    "namespace": "ada",
+    "adapter": "",
+    "bitwise": True,
+    "mode": "deterministic",
+    "context": "private",
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "namespace": {"namespace": "bob"},
     "a namespace that goes on": {"namespace": "adapter"},
