@@ -15,19 +15,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from irminsul.blocks import Block, cost_model
+from irminsul.cache import ContentCache
 from irminsul.compute import PrefillBatch, compute_blocks
 from irminsul.pool import LatentPool, new_pool
+from irminsul.shifted_rows import ShiftedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import rotate
 
 
 def second_layer_deviation(
-    model: Any, cache: Any, tokens: Int32[np.ndarray, " T"], rows: Any, blocks: tuple[Block, ...]
+    model: Any, cache: ContentCache, tokens: Int32[np.ndarray, " T"], rows: ShiftedRows, blocks: tuple[Block, ...]
 ) -> Float[np.ndarray, " n"]:
     """Squared distance between the row of every reused token and a fresh one, at layer 1 (0 in a model of one layer).
 
     Args:
-      rows: the reused rows (``repair.ShiftedRows``).
+      rows: the reused rows.
       blocks: that the first two layers may be computed in.
     """
     capacity = cache.config.max_prompt_tokens
@@ -36,6 +38,7 @@ def second_layer_deviation(
     where = np.zeros((4, capacity), np.int32)
     where[:, : len(rows)] = rows.position, rows.page, rows.row, rows.place
     arguments = jax.device_put((prompt, np.int32(len(tokens)), *where))
+    assert cache.pool is not None
     deviation = _deviation(model, cache.pool, *arguments, blocks=blocks, storage=cache.config.storage)
     return np.asarray(deviation)[: len(rows)]
 

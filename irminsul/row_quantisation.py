@@ -15,7 +15,7 @@ QUANTISED = ("float8_e4m3fn", "int8")
 KEY_DTYPE = jnp.bfloat16
 
 
-def is_quantised(dtype: object) -> bool:
+def is_quantised(dtype: Any) -> bool:
     """Whether rows of ``dtype`` come with scales."""
     return jnp.dtype(dtype).name in QUANTISED
 

@@ -17,7 +17,8 @@ from irminsul.page_tree import FREE
 from irminsul.plan import REPAIR, SHIFTED
 from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill
-from irminsul.repair import choose_repairs, same_context, shifted_rows
+from irminsul.repair import choose_repairs
+from irminsul.shifted_rows import same_context, shifted_rows
 from models import families
 from models.kv_view import DenseView
 from tests.irminsul.serving import plan_of, random_tokens, serve
