@@ -99,8 +99,9 @@ def unpack(tiles: Tiles, rows: Float[Array, "W Q X"], tokens: int, fill: float) 
         return rows.reshape(tokens, tiles.heads, rows.shape[-1])
     token = tiles.token.reshape(-1)
     values = rows.reshape(token.shape[0], tiles.heads, rows.shape[-1])
-    result = jnp.full((tokens, *values.shape[1:]), fill, rows.dtype)
-    return result.at[jnp.where(token < 0, tokens, token)].set(values, mode="drop")
+    # Scattering places and gathering rows moves whole rows, where scattering rows would move value by value.
+    place = jnp.full(tokens, -1).at[jnp.where(token < 0, tokens, token)].set(jnp.arange(token.shape[0]), mode="drop")
+    return jnp.where((place < 0)[:, None, None], jnp.asarray(fill, rows.dtype), values[place])
 
 
 def used_entries(table: PageTable) -> Bool[Array, "B S"]:
