@@ -130,7 +130,7 @@ class Store:
         """Brings the stored pages that ``prefill`` would serve this prompt from into the pool, as far as they fit.
 
         Takes the cache over, like ``prefill``, unless nothing is to be loaded. ``key`` is that of the request
-        (``prefill.request_key``). A prompt that ``prefill`` would refuse is left to it.
+        (``cache_key.request_key``). A prompt that ``prefill`` would refuse is left to it.
         """
         cache.require_alive()
         tokens = np.asarray(tokens)
@@ -288,7 +288,11 @@ class Store:
             gathered = start_gather(cache.pool, targets, self._batch_pages)
             self._writer.put(WriteJob(computations if at == 0 else {}, list(names), list(batch), places, gathered))
         self._delete([entry for entry in superseded if entry.name in catalog.entries])
-        unneeded = [self._owners[digest].computation_key(name) for digest, name in catalog.collect(now=False)]
+        unneeded = [
+            self._owners[digest].computation_key(name)
+            for digest, name in catalog.collect(now=False)
+            if digest in self._owners
+        ]
         if unneeded:
             self._writer.put(DeleteJob([], [], dict.fromkeys(unneeded)))
 
@@ -332,7 +336,8 @@ class Store:
           ValueError: for an empty run of tokens.
         """
         self._require_writer()
-        self.flush()
+        self._writer.wait()
+        self._settle_failures()  # what could not be written is nothing to forget, what could not be deleted goes now
         try:
             owners = tenant_owners(self._backend, namespace)
             for owner in owners:

@@ -1,12 +1,13 @@
 """Whose pages lie where: opening the part of a store that belongs to one tenant, model, adapter and cache format."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
 from irminsul import fingerprint
 from irminsul.cache_format import CacheFormat, digest
 from irminsul.provenance import NAMESPACE
-from irminsul.store_backend import Backend
+from irminsul.store_backend import Backend, StoreWriteError
 from irminsul.store_catalog import Catalog, Entry
 from irminsul.store_metrics import StoreMetrics
 from irminsul.store_record import StoredObjectError, decode_record, pack, read_key, unpack
@@ -81,7 +82,8 @@ def open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner:
         entries = [_file(catalog, owner, number, page, data, skip) for page, data in found]
         catalog.index([entry for entry in entries if entry is not None])
     if backend.write_allowed and not catalog.is_full():
-        _sweep(backend, catalog, owner, names)
+        with contextlib.suppress(StoreWriteError):  # the next opening sweeps
+            _sweep(backend, catalog, owner, names)
 
 
 def _sweep(backend: Backend, catalog: Catalog, owner: Owner, names: dict[str, list[str]]) -> None:

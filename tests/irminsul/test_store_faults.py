@@ -17,6 +17,7 @@ from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill
 from irminsul.store import Store
 from irminsul.store_backend import Backend, StoreWriteError
+from irminsul.store_record import StoredObjectError
 from irminsul.store_transfer import page_rows, start_gather, write_pages
 from models.families import RowFormat
 from tests.irminsul.conftest import SMALL_CHUNKS
@@ -124,6 +125,20 @@ def test_a_store_that_cannot_be_read_or_written_costs_hits_and_nothing_else(
         serve_stored(model, store, empty(), random_tokens(1, 90))
         store.flush()
         assert keys_of(kv, "index")
+
+
+def test_a_store_that_cannot_be_listed_is_asked_again(model, config, empty, cold, kept, monkeypatch):
+    def refuse(*_):
+        raise StoredObjectError("unreadable", "no answer")
+
+    with Store(copy_of(kept), model, config) as store:
+        with monkeypatch.context() as patched:
+            patched.setattr(Backend, "list", refuse)
+            served = serve_stored(model, store, empty(), PROMPT)
+            assert served.bins["exact"] == 0
+            assert_same_bits(served, cold)
+        assert store.metrics.skipped["unreadable"] == 2  # before the request and after it
+        assert serve_stored(model, store, empty(), PROMPT).bins["exact"] == len(PROMPT) - 1
 
 
 def test_a_closed_store_says_so(model, config, empty):
