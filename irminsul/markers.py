@@ -7,13 +7,13 @@ anchor ends there, too, so that a plan that looks anchors up finds the marker an
 
 A cache serves with a marker when its chunking config holds it::
 
-    marker = find_marker(seed, ordinary_ids, chunking)
+    marker = find_marker(seed, ordinary_ids(tokenizer.vocab_size, tokenizer.encode, tokenizer.decode), chunking)
     config = CacheConfig(..., chunking=with_marker(chunking, marker))
     engine.serve(wrap([document, document], marker))
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -24,13 +24,34 @@ _FEWEST_IDS = 16
 _RAREST_ANCHORS = 1024  # beyond, a marker that is one would take minutes to find, and no plan relies on anchors
 
 
+def ordinary_ids(
+    vocab_size: int,
+    encode: Callable[[str], Integer[np.ndarray, " T"]],
+    decode: Callable[[list[int]], str],
+) -> Int32[np.ndarray, " V"]:
+    """The ids of a tokenizer that are one word behind a space and are encoded as themselves.
+
+    A marker of such words stays the same tokens when it is written out as text and encoded again, wherever what follows
+    begins with a space or a line end.
+    """
+    words = ((token, decode([token])) for token in range(vocab_size))
+    return np.array(
+        [
+            token
+            for token, word in words
+            if word[:1] == " " and word[1:].isalpha() and np.asarray(encode(word)).tolist() == [token]
+        ],
+        np.int32,
+    )
+
+
 def find_marker(
     seed: int, allowed_token_ids: Integer[np.ndarray, " V"], config: ChunkingConfig
 ) -> Int32[np.ndarray, "64"]:
     """64 of the allowed token ids, drawn by `seed`, on the last of which a cut fires and an anchor ends.
 
     Args:
-      allowed_token_ids: ids that a model reads as ordinary text; at least 16 different ones.
+      allowed_token_ids: ids that a model reads as ordinary text (``ordinary_ids``); at least 16 different ones.
 
     Raises:
       ValueError: fewer than 16 different ids.

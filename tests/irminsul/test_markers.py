@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from irminsul import chunking, device_chunking, markers
 from irminsul.chunking import ChunkingConfig, marker_ends
-from irminsul.markers import find_marker, with_marker, wrap
+from irminsul.markers import find_marker, ordinary_ids, with_marker, wrap
+from models.pretrained import TOKENIZER
 
 CONFIG = ChunkingConfig()
 MARKER = find_marker(0, np.arange(100, 4099), CONFIG)
@@ -115,6 +117,24 @@ def test_wrap_encloses_every_region():
     wrapped = wrap([np.array([1, 2]), np.array([], np.int64), np.array([3])], np.array([7, 8]))
     assert wrapped.tolist() == [7, 8, 1, 2, 7, 8, 7, 8, 3, 7, 8]
     assert markers.wrap([], np.array([7, 8])).tolist() == [7, 8]
+
+
+def test_a_marker_of_a_tokenizers_words_survives_being_written_out():
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+
+    def encode(text):
+        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    size = tokenizer.get_vocab_size()
+    ids = ordinary_ids(size, encode, tokenizer.decode)
+    assert 1000 < ids.size < size
+    marker = find_marker(0, ids, CONFIG)
+    written = tokenizer.decode(marker.tolist())
+    np.testing.assert_array_equal(encode(written), marker)
+    text = encode(f"A heading.{written}\nWhat stands between two markers.{written} And more.")
+    assert marker_ends(text, marker).size == 2
+    cuts = chunking.boundaries(text, with_marker(CONFIG, marker)).chunk_ends
+    assert set(marker_ends(text, marker).tolist()) <= set(cuts.tolist())
 
 
 def test_too_few_ids_to_search_among():
