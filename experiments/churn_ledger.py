@@ -78,11 +78,18 @@ class Ledger:
 
     # A request from prefill to its end
 
-    def prefilled(self, model: Any, result: PrefillResult, secrets: np.ndarray, mark: int = 0) -> None:
+    def prefilled(
+        self,
+        model: Any,
+        result: PrefillResult,
+        secrets: np.ndarray,
+        mark: int = 0,
+        readable: frozenset[bytes] = frozenset(),
+    ) -> None:
         """Checks what a prompt was served and notes what it wrote.
 
         ``secrets [T]`` says, a bit each, which secrets each token of the prompt belongs to; ``mark`` is one more such
-        bit for every token that this request computes.
+        bit for every token that this request computes. ``readable`` are keys of published rows that it asked to read.
         """
         request, plan, storage = result.request, result.request.plan, result.cache.config.storage
         tokens, length = plan.content.tokens, plan.length
@@ -90,7 +97,7 @@ class Ledger:
         source = _sources(request, page, row)
         reused = np.isin(plan.bin_of_token, (EXACT, SHIFTED))
         self._expect(~reused[-1:], "the last token of a prompt was not computed")
-        self._check_served(request, source, base, reused)
+        self._check_served(request, source, base, reused, readable | {request.key})
         now = pool_rows(result.cache.pool)[page, row]
         self._expect(same_bits(now[reused], self.rows[source][reused]), "bits of a served row changed")
 
@@ -117,14 +124,16 @@ class Ledger:
         self.secrets[at] = np.where(reused, influence, np.bitwise_or.accumulate(influence))[written]
         self.readers[request.held] += 1
 
-    def _check_served(self, request: Request, source: tuple, base: np.ndarray, reused: np.ndarray) -> None:
+    def _check_served(
+        self, request: Request, source: tuple, base: np.ndarray, reused: np.ndarray, readable: frozenset[bytes]
+    ) -> None:
         plan, policy = request.plan, request.policy
         at = source[0][reused], source[1][reused]
         position = np.flatnonzero(reused)
         self._expect(self.token[at] == plan.content.tokens[reused], "token of a served row")
         if policy.rotate:
             self._expect(self.position[at] == base[reused], "base position of a served row")
-        owners = [self.owner[page] == request.key for page in np.unique(at[0]).tolist()]
+        owners = [self.owner[page] in readable for page in np.unique(at[0]).tolist()]
         self._expect(np.array(owners, bool), "row of another namespace, model or adapter", "leaked")
         self._expect((self.secrets[at] & self.forgotten) == 0, "row that a forgotten secret had a part in", "leaked")
         bins = plan.bin_of_token[reused]
@@ -215,7 +224,34 @@ class Ledger:
             page.secrets[(page.secrets & np.uint64(bit)) != 0] = FORGOTTEN
         self.unmark(bit)
 
-    # Tiers
+    # Rows that come from elsewhere
+
+    def published(self, before: PageTree, model: Any, cache: ContentCache, key: bytes, sequence: np.ndarray) -> None:
+        """Checks rows that were published since the tree was as ``before``, and notes them: those of ``sequence``."""
+        tree, rows = cache.tree, pool_rows(cache.pool)
+        expected, _ = self.reference(model, sequence)
+        for page in self._new_pages(before, tree):
+            fill = int(tree.fill[page])
+            position = int(tree.base_position[page]) + np.arange(fill)
+            if cache.namespaces[tree.namespace[page]] != key:
+                self.violation("leaked", f"page {page} was published to somebody else", fill)
+            same = (tree.tokens[page, :fill] == sequence[position]) & same_bits(rows[page, :fill], expected[position])
+            self._expect(same, "a published row is not that of its text behind its context")
+            self._note_page(page, tree, key, rows)
+            self.pure[page, :fill], self.bitwise[page] = True, True
+
+    def _new_pages(self, before: PageTree, tree: PageTree) -> list[int]:
+        """Pages given to somebody since ``before``; counts those taken from somebody."""
+        changed = tree.serial != before.serial
+        self.counts["evictions"] += int((changed & (before.namespace != FREE)).sum())
+        return np.flatnonzero((tree.namespace != FREE) & (changed | (before.namespace == FREE))).tolist()
+
+    def _note_page(self, page: int, tree: PageTree, key: bytes, rows: np.ndarray) -> None:
+        fill, begin = int(tree.fill[page]), int(tree.base_position[page])
+        self.owner[page] = key
+        self.token[page], self.secrets[page] = NOBODY, 0
+        self.token[page, :fill], self.position[page, :fill] = tree.tokens[page, :fill], begin + np.arange(fill)
+        self.rows[page, :fill] = rows[page, :fill]
 
     def archived(self, cache: ContentCache, request: Request) -> None:
         """Remembers the pages of a request as they go to a tier."""
@@ -231,24 +267,14 @@ class Ledger:
 
     def loaded(self, before: PageTree, cache: ContentCache) -> None:
         """Checks pages that came back from a tier since the tree was as ``before``, and notes them."""
-        tree = cache.tree
-        changed = tree.serial != before.serial
-        self.counts["evictions"] += int((changed & (before.namespace != FREE)).sum())
-        rows = pool_rows(cache.pool)
-        for page in np.flatnonzero((tree.namespace != FREE) & (changed | (before.namespace == FREE))).tolist():
-            fill, begin, key = (
-                int(tree.fill[page]),
-                int(tree.base_position[page]),
-                cache.namespaces[tree.namespace[page]],
-            )
-            known = self.archive.get((key, begin, tree.tokens[page, :fill].tobytes()), [])
+        tree, rows = cache.tree, pool_rows(cache.pool)
+        for page in self._new_pages(before, tree):
+            fill, key = int(tree.fill[page]), cache.namespaces[tree.namespace[page]]
+            known = self.archive.get((key, int(tree.base_position[page]), tree.tokens[page, :fill].tobytes()), [])
             same = [copy for copy in known if same_bits(copy.rows, rows[page, :fill]).all()]
             if not same:
                 self.violation("wrong", f"page {page} came from a tier and is none that went there", fill)
-            self.owner[page] = key
-            self.token[page], self.secrets[page] = NOBODY, 0
-            self.token[page, :fill], self.position[page, :fill] = tree.tokens[page, :fill], begin + np.arange(fill)
-            self.rows[page, :fill] = rows[page, :fill]
+            self._note_page(page, tree, key, rows)
             if same:
                 self.pure[page, :fill], self.bitwise[page] = same[-1].pure, same[-1].bitwise
                 self.secrets[page, :fill] = np.bitwise_or.reduce([copy.secrets for copy in same])

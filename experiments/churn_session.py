@@ -36,6 +36,7 @@ from irminsul.forget import forget
 from irminsul.plan import EXACT, SHIFTED, read_content
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import Request, complete, prefill
+from irminsul.publish import publish
 from models import families
 
 MODEL = {
@@ -68,8 +69,9 @@ POLICIES = (
     get_policy("cacheblend", **EAGER),
     get_policy("full"),
 )
-STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded", "marked")
+STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded", "marked", "published")
 TENANTS = 4
+PUBLIC = "everybody"
 STORED = ("tenant 0",)  # whose pages go to the tiers
 MARKS = 63  # bits behind those of secrets are for requests
 MOST_OPEN = 3
@@ -93,6 +95,7 @@ class Ask:
     new_tokens: int
     hash_function: HashFunction
     marked: bool
+    shared: tuple[str, ...]
 
     @property
     def namespace(self) -> str:
@@ -132,6 +135,7 @@ class Churn:
         self.tiers = Tiers(self.config)
         # Bit of each request that may be forgotten: its clock, and whose it is.
         self.marked: dict[int, tuple[int, str]] = {}
+        self.published: set[bytes] = set()  # keys of rows for everybody who asks
         self.counts: Counter[str] = Counter()
         self.open: list[Open] = []
         self.operation = 0
@@ -183,6 +187,7 @@ class Churn:
             "new_tokens": int(rng.integers(1, self.config.max_new_tokens + 1)) if rng.random() < 0.15 else 0,
             "hash_function": _draw_hash(rng),
             "marked": bool(rng.random() < 0.1),
+            "shared": (PUBLIC,) if rng.random() < 0.3 else (),
         }
         return Ask(**drawn | chosen)
 
@@ -210,13 +215,15 @@ class Churn:
                     adapter=ask.adapter,
                     new_tokens=ask.new_tokens,
                     mode="deterministic",
+                    shared=ask.shared,
                 )
         except PoolTooSmallError:
             self.counts["refused"] += 1
             return None
         self.cache = result.cache
         mark = self._mark(result.request, ask.namespace) if ask.marked else 0
-        self.ledger.prefilled(model, result, secrets_of(ask.blocks), mark)
+        readable = frozenset(self.published) if ask.shared else frozenset()
+        self.ledger.prefilled(model, result, secrets_of(ask.blocks), mark, readable)
         bins = result.request.plan.bin_of_token
         self.counts["exact_hits"] += int((bins == EXACT).sum())
         self.counts["shifted_hits"] += int((bins == SHIFTED).sum())
@@ -284,6 +291,19 @@ class Churn:
         while self.open:
             self.end(rng, self.open.pop())
         self.ledger.audit(self.cache)
+
+    def publish(self, rng: np.random.Generator) -> None:
+        """A document behind one that an operator trusts, for every tenant who asks for it."""
+        context, text = (self.traffic.documents[index].tokens for index in (0, rng.integers(1, 6)))
+        before = self.cache.tree.copy()
+        try:
+            self.cache = publish(self.model, self.cache, context, [text], namespace=PUBLIC, mode="deterministic")
+        except PoolTooSmallError:
+            self.counts["refused"] += 1
+            return
+        key = request_key(self.cache, self.model, PUBLIC, "", context="published")
+        self.published.add(key)
+        self.ledger.published(before, self.model, self.cache, key, np.concatenate([context, text]).astype(np.int32))
 
     # Forgetting and tiers
 
@@ -384,6 +404,7 @@ OPERATIONS: dict[str, tuple[float, Callable[[Churn, np.random.Generator], None]]
     "forget": (2.0, Churn.forget),
     "restart": (0.3, Churn.restart),
     "damage": (0.7, Churn.damage),
+    "publish": (2.0, Churn.publish),
     "reload": (2.0, Churn.reload),
     "collide": (1.0, Churn.collide),
     "misuse": (1.0, Churn.misuse),

@@ -45,12 +45,24 @@ class ChurnMachine(RuleBasedStateMachine):
     def push_out(self, seed):
         self.churn.pressure(np.random.default_rng(seed))
 
+    @rule(seed=SEEDS)
+    def forget(self, seed):
+        self.churn.forget(np.random.default_rng(seed))
+
+    @rule(seed=SEEDS)
+    def publish(self, seed):
+        self.churn.publish(np.random.default_rng(seed))
+
+    @rule(seed=SEEDS, damaged=st.booleans())
+    def close_the_tiers(self, seed, damaged):
+        (self.churn.damage if damaged else self.churn.restart)(np.random.default_rng(seed))
+
     @rule(seed=SEEDS, tenant=st.integers(0, 3))
     def law_10_what_was_inserted_is_found_and_what_was_evicted_is_not(self, seed, tenant):
         churn = self.churn
         ask = churn.ask(
             np.random.default_rng(seed),
-            tenant=tenant, adapter="", policy=IRMINSUL, new_tokens=0, hash_function=xxhash.xxh64_intdigest,
+            tenant=tenant, adapter="", policy=IRMINSUL, new_tokens=0, hash_function=xxhash.xxh64_intdigest, shared=(),
         )  # fmt: skip
         started = churn.begin(ask)
         if started is None:
