@@ -4,6 +4,7 @@ import importlib
 import sys
 
 COMMANDS = {
+    "chat": ("experiments.chat", "talk with a small model over the content cache"),
     "census": ("experiments.census", "what reuse would bring to logged traffic, and what breaks its prefix cache"),
 }
 
