@@ -9,10 +9,18 @@ K = V = R = 64, 4096 rows), time of absorbed over time of expanded, and the rati
     measured  0.33   0.87   1.22   2.2    3.0    3.6    4.0
     counted   0.26   0.91   1.57   2.5    3.5    4.3    4.9
 
-On one H200 (bfloat16, C = 512, K = V = 128, R = 64, 1024 queries behind 32,768 cached rows, a new distance every 8 pages)
-``expanded_hopper.py`` takes, end to end, 851 us for 16 heads and 7,253 us for 128, of which attention is 542 and 4,284
-(644 and 652 TFLOP/s) and the up-projection 225 and 1,708 (630 and 664). The best absorbed kernel on record for these
-shapes, FlashMLA on another H200, takes 1,787 and 14,725: 2.1 and 2.0 times as long, where the counts say 2.4.
+On one H200 (bfloat16, C = 512, K = V = 128, R = 64, a new distance every 8 pages; ``docs/benchmarks``), time of the
+absorbed kernel over that of ``expanded_hopper.py`` end to end in parts of 16,384 rows, and the ratio of the counts:
+
+    heads    16     16     16     16     128
+    queries  128    128    1024   1024   128
+    rows     8320   32896  9216   33792  8320
+    measured 0.41   0.32   2.4    2.2    0.84
+    counted  0.82   0.81   2.5    2.4    0.82
+
+There the expanded form needs 128 queries times heads in plenty: 16 heads of 128 queries occupy 16 of 132 processors.
+Of 1,024 queries of 128 heads behind 32,768 rows it takes 7,253 us, of which attention is 4,284 (652 TFLOP/s) and the
+up-projection 1,708 (664), where the absorbed kernel takes 18,022.
 """
 
 from typing import Literal
