@@ -107,9 +107,11 @@ def expanded_latent_attention(
       q_nope: queries before absorption.
       q_rope: rotary queries, already rotated to ``query_position``.
       query_position: position of each query token; a negative one is padding (output 0, log-sum-exp -inf).
-      latent_pages, rope_pages, layer, rotary, scale, storage, implementation: as for ``rotated_latent_attention``.
+      latent_pages, rope_pages, layer, rotary, scale, storage: as for ``rotated_latent_attention``.
       page_table: ``[1, S]`` entries.
       w_uk, w_uv: per-head up-projections of the latent to keys and values.
+      implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
+        widths as ``expanded_hopper.unsupported`` lists; either storage), and else XLA.
 
     Returns:
       The attention output per head (dtype of ``q_nope``) and the float32 natural log-sum-exp of the scores.
@@ -135,10 +137,11 @@ def expanded_latent_attention(
         w_uk,
         w_uv,
     )
-    if implementation == "mosaic_gpu" and _is_hopper(_target_device()):
+    if implementation in (None, "mosaic_gpu") and hopper_available():
         from pallas_kernels.rotated_latent_attention import expanded_hopper
 
-        return expanded_hopper.expanded_latent_attention(*operands, scale=scale, storage=storage)
+        if implementation is not None or expanded_hopper.unsupported(q_nope, q_rope, w_uv, latent_pages) is None:
+            return expanded_hopper.expanded_latent_attention(*operands, scale=scale, storage=storage)
     _require_xla("expanded_latent_attention", implementation)
     return expanded.expanded_latent_attention(*operands, scale=scale, storage=storage)
 

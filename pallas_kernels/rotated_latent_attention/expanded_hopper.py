@@ -56,7 +56,11 @@ def expanded_latent_attention(
     Raises:
       NotImplementedError: for widths or dtypes the kernel does not take.
     """
-    _check_supported(q_nope, q_rope, w_uv, latent_pages)
+    reason = unsupported(q_nope, q_rope, w_uv, latent_pages)
+    if reason is not None:
+        raise NotImplementedError(
+            f"expanded_latent_attention: the Hopper kernel cannot take {reason}; use implementation='xla'"
+        )
     tokens, heads, key_width = q_nope.shape
     capacity = page_table.page_id.shape[1] * latent_pages.shape[2]
     row_bytes = heads * (key_width + w_uv.shape[2]) * q_nope.dtype.itemsize
@@ -116,7 +120,13 @@ def packed_rows(table: PageTable, last_position: Int[Array, ""], capacity: int, 
     return PackedRows((page[entry], row, delta, jnp.where(seen, position, NEVER)), stop[-1])
 
 
-def _check_supported(q_nope, q_rope, w_uv, latent_pages):
+def unsupported(
+    q_nope: Float[Array, "M H K"],
+    q_rope: Float[Array, "M H R"],
+    w_uv: Float[Array, "H C V"],
+    latent_pages: Float[Array, "L N G C"],
+) -> str | None:
+    """What of these arguments the kernel cannot take, or None."""
     widths = (q_nope.shape[-1], q_rope.shape[-1], w_uv.shape[-1])
     dtypes = {q_nope.dtype, q_rope.dtype, w_uv.dtype, latent_pages.dtype}
     reasons = (
@@ -124,11 +134,7 @@ def _check_supported(q_nope, q_rope, w_uv, latent_pages):
         (widths[0] + widths[1] > 192 or widths[2] > 128, f"widths {widths}; at most 192 for scores, 128 for values"),
         (dtypes != {jnp.dtype(jnp.bfloat16)}, f"{sorted(map(str, dtypes))}; it takes bfloat16"),
     )
-    for wrong, reason in reasons:
-        if wrong:
-            raise NotImplementedError(
-                f"expanded_latent_attention: the Hopper kernel cannot take {reason}; use implementation='xla'"
-            )
+    return next((reason for wrong, reason in reasons if wrong), None)
 
 
 def _merge(one, other):

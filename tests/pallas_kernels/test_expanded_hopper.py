@@ -94,3 +94,12 @@ def test_shapes_the_kernel_does_not_take_are_refused():
             expanded_hopper.expanded_latent_attention(*arguments(case, **change), scale=1.0)
     with pytest.raises(NotImplementedError, match=r"expanded_latent_attention.*mosaic_gpu.*not available on"):
         api.expanded_latent_attention(*arguments(case), scale=1.0, implementation="mosaic_gpu")
+
+
+def test_a_hopper_gpu_runs_it_for_what_it_takes(monkeypatch):
+    """Nothing named: the kernel where it can run, XLA for the rest."""
+    monkeypatch.setattr(api, "hopper_available", lambda: True)
+    attend = jax.jit(partial(api.expanded_latent_attention, scale=0.1))
+    for dtype, kernel in (("bfloat16", True), ("float32", False)):
+        traced = attend.trace(*arguments(problem(9, 3, dtype=dtype), dtype=dtype))
+        assert ("mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()) == kernel
