@@ -166,8 +166,8 @@ def test_turns_equal_the_engine_with_windows_and_markers():
     ]
     policy = get_policy("irminsul", discovery="chunks", extension=False, **SHORT_REUSE)
     totals, _ = compare_session(CacheConfig(num_pages=61, **split), policy, prompts, [0] * 17)
-    assert totals["shifted"] > 200
-    assert totals["exact"] > 300
+    assert totals["shifted"] > 100
+    assert totals["exact"] > 100
 
 
 def test_bad_requests_are_refused_and_change_nothing():
