@@ -21,7 +21,9 @@ class MLAConfig:
 
     A model converted from grouped attention (``converted_mla``, ``models/convert``) has no norm on its latent, may have
     biases, and each layer turns frequencies of its own: row ``l`` of ``rope_indices`` chooses the ``R / 2`` frequencies
-    of layer ``l`` among the ``rope_base_dim / 2`` of the original's heads.
+    of layer ``l`` among the ``rope_base_dim / 2`` of the original's heads. Where the original norms its query and key
+    heads (``head_norm``), rows are a linear function of its ``num_key_value_heads`` normed keys and its values, not of
+    the hidden state.
     """
 
     model_type: str
@@ -58,6 +60,8 @@ class MLAConfig:
     attention_bias: bool = False
     rope_indices: tuple[tuple[int, ...], ...] | None = None
     rope_base_dim: int | None = None
+    head_norm: bool = False
+    num_key_value_heads: int | None = None
 
     def __post_init__(self):
         self._check_sizes()
@@ -99,16 +103,21 @@ class MLAConfig:
 
     def _check_converted(self):
         if self.model_type != CONVERTED:
-            if self.rope_indices is not None or self.attention_bias:
+            if self.rope_indices is not None or self.attention_bias or self.head_norm:
                 raise ValueError(
-                    f"rope_indices and attention_bias={self.attention_bias} belong to model_type={CONVERTED!r}, not to "
-                    f"{self.model_type!r}; correct the config"
+                    f"rope_indices, head_norm={self.head_norm} and attention_bias={self.attention_bias} belong to "
+                    f"model_type={CONVERTED!r}, not to {self.model_type!r}; correct the config"
                 )
             return
         if self.dense_layers < self.num_hidden_layers or self.q_lora_rank is not None:
             raise ValueError(
                 f"model_type={CONVERTED!r} has no experts (first_k_dense_replace={self.first_k_dense_replace}) and no "
                 f"q_lora_rank={self.q_lora_rank}; correct the config"
+            )
+        if self.head_norm and (self.attention_bias or not self.num_key_value_heads):
+            raise ValueError(
+                f"head_norm=True needs num_key_value_heads={self.num_key_value_heads} and attention_bias="
+                f"{self.attention_bias} to be a number and false; convert the model again"
             )
         shape = (self.num_hidden_layers, self.qk_rope_head_dim // 2)
         found = self.rope_indices or ()
@@ -178,11 +187,12 @@ class MLAConfig:
             if config.get(name, plain) not in (plain, None):
                 raise ValueError(f"{name}={config[name]} is not supported; use a model with {name}={plain}")
         heads, key_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
-        if key_heads not in (None, heads):
+        if key_heads not in (None, heads) and model_type != CONVERTED:
             raise ValueError(
                 f"num_key_value_heads={key_heads} contradicts num_attention_heads={heads}: MLA keeps one latent for all"
             )
-        given = [item for item in fields(cls) if item.name not in ("rope_parameters", "model_type")]
+        kept = {"rope_parameters", "model_type"} | ({"num_key_value_heads"} if model_type != CONVERTED else set())
+        given = [item for item in fields(cls) if item.name not in kept]
         missing = [item.name for item in given if item.default is MISSING and config.get(item.name) is None]
         if missing:
             raise ValueError(f"{missing[0]} is missing from the config of a {model_type} model; add it")

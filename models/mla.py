@@ -66,6 +66,9 @@ def queries(
     query = jnp.einsum("MI,IHK->MHK", x, params["q"])
     if "q_bias" in params:
         query = query + params["q_bias"][None]
+    if config.head_norm:
+        query = layers.rms_norm(query, params["q_head_norm"], config.rms_norm_eps)
+        query = jnp.einsum("MHJ,HJK->MHK", query, params["q_mix"])
     return query[..., : config.qk_nope_head_dim], query[..., config.qk_nope_head_dim :]
 
 
@@ -73,6 +76,8 @@ def rows(
     params: dict[str, Any], config: MLAConfig, x: Float[Array, "M D"]
 ) -> tuple[Float[Array, "M C"], Float[Array, "M R"]]:
     """What the cache keeps: the normalised latent and the shared rotary key before rotation."""
+    if config.head_norm:
+        x = normed_heads(params, config, x)
     down = layers.linear(x, params["kv_down"])
     if "kv_down_bias" in params:
         down = down + params["kv_down_bias"][None]
@@ -80,6 +85,14 @@ def rows(
     if config.latent_norm:
         c_kv = layers.rms_norm(c_kv, params["kv_norm"], LATENT_NORM_EPSILON)
     return c_kv, down[..., config.kv_lora_rank :]
+
+
+def normed_heads(params: dict[str, Any], config: MLAConfig, x: Float[Array, "M D"]) -> Float[Array, "M Z"]:
+    """Keys of all heads behind their norm, then values: what rows are made of where the original norms its heads."""
+    key, value = jnp.split(layers.linear(x, params["kv_heads"]), 2, axis=-1)
+    heads = key.reshape(len(key), config.num_key_value_heads or 1, -1)
+    normed = layers.rms_norm(heads, params["k_head_norm"], config.rms_norm_eps)
+    return jnp.concatenate([normed.reshape(key.shape), value], axis=-1)
 
 
 def attention(
@@ -195,15 +208,21 @@ def _layer_parameters(config: MLAConfig, depth: int, feed_forward: dict[str, Any
     width, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     head_width = config.qk_nope_head_dim + config.qk_rope_head_dim
     query_input = config.q_lora_rank or width
+    row_input = 2 * _key_width(config) if config.head_norm else width
     attention = {
-        "q": Parameter((query_input, heads, head_width), fan_in=query_input),
-        "kv_down": Parameter((width, latent + config.qk_rope_head_dim), fan_in=width),
+        "q": Parameter((query_input, heads, _query_width(config)), fan_in=query_input),
+        "kv_down": Parameter((row_input, latent + config.qk_rope_head_dim), fan_in=row_input),
         "w_uk": Parameter((heads, config.qk_nope_head_dim, latent), fan_in=latent),
         "w_uv": Parameter((heads, latent, config.v_head_dim), fan_in=latent),
         "out": Parameter(
             (heads, config.v_head_dim, width), fan_in=heads * config.v_head_dim, gain=_residual_gain(config)
         ),
     }
+    if config.head_norm:
+        attention["q_head_norm"] = Parameter((_query_width(config),), "ones")
+        attention["q_mix"] = Parameter((heads, _query_width(config), head_width), fan_in=_query_width(config))
+        attention["kv_heads"] = Parameter((width, row_input), fan_in=width)
+        attention["k_head_norm"] = Parameter((_query_width(config),), "ones")
     if config.latent_norm:
         attention["kv_norm"] = Parameter((latent,), "ones")
     if config.attention_bias:
@@ -220,6 +239,20 @@ def _layer_parameters(config: MLAConfig, depth: int, feed_forward: dict[str, Any
         "mlp": feed_forward,
     }
     return _stacked(layer, depth)
+
+
+def _query_width(config: MLAConfig) -> int:
+    """Of a head as ``q`` gives it: the original's where heads are normed before they are mixed."""
+    if config.head_norm:
+        assert config.rope_base_dim is not None
+        return config.rope_base_dim
+    return config.qk_nope_head_dim + config.qk_rope_head_dim
+
+
+def _key_width(config: MLAConfig) -> int:
+    """Of all of the original's key heads."""
+    assert config.num_key_value_heads is not None
+    return config.num_key_value_heads * _query_width(config)
 
 
 def _swiglu_parameters(config: MLAConfig, inner: int | None = None) -> dict[str, Any]:
@@ -291,7 +324,7 @@ def _attention_tensors(config: MLAConfig, prefix: str, path: tuple[str, ...], in
     width, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     head_width = config.qk_nope_head_dim + config.qk_rope_head_dim
     if config.q_lora_rank is None:
-        yield linear(f"{prefix}.q_proj.weight", (width,), (heads, head_width), (*path, "q"), index)
+        yield linear(f"{prefix}.q_proj.weight", (width,), (heads, _query_width(config)), (*path, "q"), index)
         if config.attention_bias:
             yield head_bias(f"{prefix}.q_proj.bias", (heads, head_width), (*path, "q_bias"), index)
     else:
@@ -299,8 +332,14 @@ def _attention_tensors(config: MLAConfig, prefix: str, path: tuple[str, ...], in
         yield linear(f"{prefix}.q_a_proj.weight", (width,), (rank,), (*path, "q_down"), index)
         yield verbatim(f"{prefix}.q_a_layernorm.weight", (rank,), (*path, "q_norm"), index)
         yield linear(f"{prefix}.q_b_proj.weight", (rank,), (heads, head_width), (*path, "q"), index)
-    down = latent + config.qk_rope_head_dim
-    yield linear(f"{prefix}.kv_a_proj_with_mqa.weight", (width,), (down,), (*path, "kv_down"), index)
+    down, row_input = latent + config.qk_rope_head_dim, width
+    if config.head_norm:
+        own, row_input = _query_width(config), 2 * _key_width(config)
+        yield verbatim(f"{prefix}.q_norm.weight", (own,), (*path, "q_head_norm"), index)
+        yield verbatim(f"{prefix}.q_mix", (heads, own, head_width), (*path, "q_mix"), index)
+        yield linear(f"{prefix}.kv_proj.weight", (width,), (row_input,), (*path, "kv_heads"), index)
+        yield verbatim(f"{prefix}.k_norm.weight", (own,), (*path, "k_head_norm"), index)
+    yield linear(f"{prefix}.kv_a_proj_with_mqa.weight", (row_input,), (down,), (*path, "kv_down"), index)
     if config.attention_bias:
         yield verbatim(f"{prefix}.kv_a_proj_with_mqa.bias", (down,), (*path, "kv_down_bias"), index)
     if config.latent_norm:

@@ -60,7 +60,7 @@ def convert(
     """Chooses rotary slots and a latent basis.
 
     Args:
-      model: the original, of the family ``gqa`` and without norms on single heads.
+      model: the original, of the family ``gqa``.
       statistics: from ``calibrate``; "lossless" needs none.
       method: "lossless", "query_weighted" (the best without training), or a published one to compare with:
         "principal" (RoRoPE), "folded" (RoRoPE with FreqFold), "two_norm" (MHA2MLA).
@@ -106,15 +106,10 @@ def convert(
 
 
 def check_original(model: Model) -> None:
-    """Raises ``ValueError`` for a model that is no grouped attention, or norms its heads."""
+    """Raises ``ValueError`` for a model that is no grouped attention."""
     if not isinstance(model.config, GQAConfig):
         raise ValueError(
             f"model_type={model.config.model_type!r} has no grouped attention to convert; give a GQA model"
-        )
-    if model.config.head_norm:
-        raise ValueError(
-            f"model_type={model.config.model_type!r} norms each key head, so its keys are no linear function of a "
-            "latent; give a model without norms on heads"
         )
 
 

@@ -40,6 +40,8 @@ def config_of(config: GQAConfig, conversion: Conversion) -> MLAConfig:
         attention_bias=config.query_key_value_bias or config.output_bias,
         rope_indices=tuple(tuple(row.tolist()) for row in conversion.indices),
         rope_base_dim=config.head_dim,
+        head_norm=config.head_norm,
+        num_key_value_heads=config.num_key_value_heads if config.head_norm else None,
     )
 
 
@@ -90,11 +92,18 @@ def _attention(
     mix = full_mix(conversion.mix[layer], groups)
     keys_up = real_map(mix[..., stripped(conversion.slots[layer], mix.shape[-1])]) @ up[:, :left].T  # [J, K, C]
     values_up = up[:, left:].reshape(-1, groups, width).swapaxes(0, 1)  # [J, C, V]
-    folded = {
-        "q": (query[..., order].swapaxes(0, 1) @ query_map.swapaxes(1, 2)).swapaxes(0, 1),
-        "kv_down": rows @ down,
+    shared = {
         "w_uk": np.repeat(keys_up, heads // groups, axis=0),
         "w_uv": np.repeat(values_up, heads // groups, axis=0),
+    }
+    if config.head_norm:  # what is behind a norm cannot be folded into what is in front of it
+        norms = {f"{name[0]}_head_norm": np.asarray(base[f"{name}_norm"][layer])[order] for name in ("query", "key")}
+        mixes = {"q_mix": query_map.swapaxes(1, 2), "kv_down": down}
+        return {**shared, **norms, **mixes, "q": query[..., order], "kv_heads": rows}
+    folded = {
+        **shared,
+        "q": (query[..., order].swapaxes(0, 1) @ query_map.swapaxes(1, 2)).swapaxes(0, 1),
+        "kv_down": rows @ down,
     }
     if config.attention_bias:
         query, key, value = (np.asarray(base[f"{name}_bias"][layer], np.float64) for name in ("query", "key", "value"))

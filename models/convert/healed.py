@@ -25,7 +25,13 @@ FILES = "healed-*.safetensors"
 
 def tensors_of(model: Model, groups: int) -> dict[str, Array]:
     """The trained tensors of all layers; of those that heads share, one copy for each of ``groups`` key heads that the
-    original had."""
+    original had.
+
+    Raises:
+      ValueError: for a model whose heads are normed: its queries and rows are not single projections.
+    """
+    if model.config.head_norm:
+        raise ValueError("head_norm=True: healing of models with norms on heads is not supported; convert another one")
     attention = model.params["dense"]["attention"]
     size = model.config.num_attention_heads // groups
     return {name: attention[name][:, ::size] if name in SHARED else attention[name] for name in NAMES}
