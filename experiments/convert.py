@@ -19,7 +19,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import models
-from experiments import convert_report, passage_questions, subjects
+from experiments import convert_report, passage_questions, report, subjects
 from experiments.batch_generation import continuations
 from experiments.convert_shift import shift_divergences
 from experiments.errors import InputError
@@ -34,7 +34,7 @@ STEPS = 16  # generated tokens, more than any answer's first line
 ORIGINAL, LOSSLESS, SHIPPED = "original", "lossless", "shipped"
 
 
-def run(config: ConfigDict, out: Path) -> dict[str, Any]:
+def run(config: ConfigDict, out: Path) -> report.StudyResult:
     """Measures every variant; see ``configs/convert.py``.
 
     Raises:
