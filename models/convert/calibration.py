@@ -121,7 +121,8 @@ def calibrate(
     if sums is None:
         raise ValueError("sequences holds none of two tokens or more; calibrate on some text")
     rows, queries, phase, weight = sums
-    phase = (phase[..., 0] + 1j * phase[..., 1]) / weight[..., None]
+    looks = weight > 0  # a head that rests on key 0 alone has no distances; nothing of it needs rotation
+    phase = np.where(looks[..., None], phase[..., 0] + 1j * phase[..., 1], 1) / np.where(looks, weight, 1)[..., None]
     return Statistics(tokens, rows / tokens, queries / tokens, phase)
 
 

@@ -19,6 +19,8 @@ from models.gqa import GQAConfig
 
 # Keeps a key head that no query of its group needs rotated from vanishing in the weighted basis.
 WEIGHT_FLOOR = 1e-3
+# The slowest frequencies hardly turn over any text: there |a| is 1 to float32, on either side.
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def query_weighted(statistics: Statistics, config: GQAConfig, rope_width: int) -
     layers = len(statistics.rows)
     damping = statistics.phase
     squared = np.abs(damping).reshape(layers, heads, -1, pairs) ** 2
-    need = (query_energy(statistics, config) * (1 - squared)).sum(axis=2)  # [L, J, F]
+    varies = np.maximum(1 - squared, ROUNDING)
+    need = (query_energy(statistics, config) * varies).sum(axis=2)  # [L, J, F]
     weight = np.sqrt(need / need.mean(axis=1, keepdims=True) + WEIGHT_FLOOR).swapaxes(1, 2)  # [L, F, J]
     moments = key_moments(statistics, config)
     energy, vectors = np.linalg.eigh(weight[..., :, None] * moments * weight[..., None, :])
