@@ -69,7 +69,7 @@ POLICIES = (
     get_policy("cacheblend", **EAGER),
     get_policy("full"),
 )
-STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded", "marked", "published")
+STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded", "marked", "published", "told")
 TENANTS = 4
 PUBLIC = "everybody"
 STORED = ("tenant 0",)  # whose pages go to the tiers
@@ -136,6 +136,7 @@ class Churn:
         # Bit of each request that may be forgotten: its clock, and whose it is.
         self.marked: dict[int, tuple[int, str]] = {}
         self.published: set[bytes] = set()  # keys of rows for everybody who asks
+        self.told: set[bytes] = set()  # keys of those who have asked
         self.counts: Counter[str] = Counter()
         self.open: list[Open] = []
         self.operation = 0
@@ -222,7 +223,9 @@ class Churn:
             return None
         self.cache = result.cache
         mark = self._mark(result.request, ask.namespace) if ask.marked else 0
-        readable = frozenset(self.published) if ask.shared else frozenset()
+        # Rows computed behind published ones lead back to them, so who has asked once may read them from then on.
+        self.told |= {result.request.key} if ask.shared else set()
+        readable = frozenset(self.published) if result.request.key in self.told else frozenset()
         self.ledger.prefilled(model, result, secrets_of(ask.blocks), mark, readable)
         bins = result.request.plan.bin_of_token
         self.counts["exact_hits"] += int((bins == EXACT).sum())
