@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from irminsul import chunking, fingerprint, markers
+from irminsul import chunking, fingerprint
 
 Eviction = Literal["lru", "fifo", "lfu"]
 
