@@ -200,8 +200,9 @@ def plot(cells: list[dict[str, Any]], title: str, path: Path) -> None:
             axis.set_xlim(-4, 104)
         for axis in list(axes.flat)[len(tasks) :]:
             axis.remove()
-        for axis in axes[-1]:
+        for axis in list(axes.flat)[max(0, len(tasks) - columns) : len(tasks)]:
             axis.set_xlabel("recomputed (% of reused tokens)")
+            axis.tick_params(labelbottom=True)
         for row in axes:
             row[0].set_ylabel("right answers")
         handles, labels = axes[0, 0].get_legend_handles_labels()
