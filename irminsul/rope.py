@@ -42,7 +42,8 @@ def check_rotation(model: Any, config: CacheConfig) -> float:
         np.asarray(last_hidden(model, config, jnp.int32(begin), jnp.int32(delta)))
         for begin, delta in ((START, 0), (START + shift, 0), (START + shift, shift))
     )
-    limit = LIMIT.get(config.dtype, 1e-1)
+    # Rounding is that of the coarser of the model's arithmetic and the stored rows.
+    limit = max(LIMIT.get(str(dtype), 1e-1) for dtype in (config.dtype, jnp.dtype(model.dtype)))
     differences = [float(np.linalg.norm(other - fresh) / np.linalg.norm(fresh)) for other in (near, moved)]
     causes = (
         f"queries and cached keys are turned by different rules: the same tokens {shift} positions on",

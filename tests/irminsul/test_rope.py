@@ -103,6 +103,15 @@ def test_a_wrong_cache_side_is_caught_before_serving(yarn_model, wrong, cause):
         Engine.create(with_cache_table(yarn_model, wrong(yarn_model.rotary)), CONFIG)
 
 
+def test_a_bfloat16_model_behind_float32_rows_is_held_to_its_own_rounding():
+    model = families.random_model(
+        TINY_MLA, seed=1, dtype="bfloat16", num_hidden_layers=1, first_k_dense_replace=1, rope_parameters=YARN
+    )
+    assert 0 < check_rotation(model, CONFIG) < 1e-1
+    with pytest.raises(RotationError):
+        check_rotation(with_cache_table(model, scaled(model.rotary, 1.0, -1.0)), CONFIG)
+
+
 def test_unrotated_rows_moved_equal_fresh_ones_bit_for_bit(yarn_model):
     """One layer: the rows know nothing of what stood to their left. Base storage rounds once more on the way."""
     for storage, same in (("unrotated", True), ("base", False)):
