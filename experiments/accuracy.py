@@ -26,11 +26,12 @@ from tqdm import tqdm
 
 from experiments import accuracy_report, reference_eval, report
 from experiments.errors import InputError
+from experiments.names import listed
 from experiments.planted_tasks import TASKS, Planter
 from experiments.reuse_items import LAST_CONTEXT, Item, planted_item
 from experiments.reuse_policies import Lane, lane
 from experiments.rows import RowLog
-from experiments.subjects import Subject, subject
+from experiments.subjects import Subject, names, subject
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.plan import BINS, SHIFTED
 from irminsul.policies import get_policy
@@ -49,8 +50,8 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     """
     if config.quick:
         config = ConfigDict({**config.to_dict(), **{name: min(config[name], most) for name, most in QUICK.items()}})
-    tasks, models = _tasks(config), _names(config.models)
-    for name in _names(config.policies):
+    tasks, models = _tasks(config), names(config)
+    for name in listed(config.policies):
         lane(name)
     notes = [subject(name, config.dtype).note for name in models]
     key = {name: value for name, value in config.to_dict().items() if name not in ("resume", "workers")}
@@ -90,7 +91,7 @@ def _served(config: ConfigDict, units: list[Unit]) -> Iterator[tuple[Unit, list[
 def serve_unit(config: str, model: str, task: str, index: int) -> list[dict[str, Any]]:
     """The rows of one item under every policy; ``config`` as JSON. Models and programs are kept between calls."""
     server, planter = _server(config, model)
-    settings, lanes = server.config, [lane(name) for name in _names(server.config.policies)]
+    settings, lanes = server.config, [lane(name) for name in listed(server.config.policies)]
     lanes = [lane("full"), *[other for other in lanes if other.name != "full"]]
     item = planted_item(
         planter, task, index,
@@ -105,18 +106,14 @@ def _server(config: str, model: str) -> tuple["Server", Planter]:
     return Server(subject(model, settings.dtype), settings), reference_eval.planter()
 
 
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def _tasks(config: ConfigDict) -> list[str]:
-    names = _names(config.tasks)
-    for name in names:
+def _tasks(config: ConfigDict) -> tuple[str, ...]:
+    tasks = listed(config.tasks)
+    for name in tasks:
         if name not in TASKS:
             raise InputError(f"tasks={name}: no such task; choose from {', '.join(TASKS)}")
-    if not names or config.samples < 1:
+    if not tasks or config.samples < 1:
         raise InputError(f"tasks={config.tasks!r} and samples={config.samples} ask nothing; name a task and a number")
-    return names
+    return tasks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 import models
 from experiments import replay_report, report
 from experiments.errors import InputError
+from experiments.names import listed
 from experiments.rows import RowLog
 from experiments.table import LiveTable
 from experiments.traffic.session import Request
@@ -80,20 +81,16 @@ def run(config: ConfigDict, out: Path, create_engine: Callable[..., Any] | None 
     return result
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
 def _policies(config: ConfigDict) -> tuple[str, ...]:
-    names = _names(config.policy)
+    names = listed(config.policy)
     if not names:
         raise InputError("policy is empty; name one or several, such as full,prefix,irminsul")
     try:
-        for name in (*names, *_names(config.plan_only)):
+        for name in (*names, *listed(config.plan_only)):
             get_policy(name)
     except ValueError as error:
         raise InputError(str(error)) from error
-    if "full" in _names(config.plan_only):
+    if "full" in listed(config.plan_only):
         raise InputError("plan_only=full: full prefill is what the others are compared with; leave it out")
     return names
 
@@ -155,7 +152,7 @@ def make_lanes(
             dtype=config.dtype,
         )
         for policy in policies:
-            computes = model is not None and policy not in _names(config.plan_only)
+            computes = model is not None and policy not in listed(config.plan_only)
             engine = create_engine(model if computes else None, cache, policy=policy, mode=config.mode)
             lanes.append(Lane(policy, engine, computes))
     except ValueError as error:

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 import models
 from experiments.errors import InputError
+from experiments.names import listed
 from experiments.traffic import corpus
 from models import pretrained, smollm2
 from models.families import Model
@@ -93,7 +94,7 @@ def names(config: ConfigDict) -> list[str]:
     Raises:
       InputError: if there is none.
     """
-    found = list(dict.fromkeys(name.strip() for name in config.models.split(",") if name.strip()))
+    found = list(listed(config.models))
     if not found:
         raise InputError("models is empty; name one or several, such as irminsul-mini-mla,irminsul-mini-gqa")
     return found
