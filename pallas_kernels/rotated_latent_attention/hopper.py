@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_reach import Distances
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
-from pallas_kernels.rotated_latent_attention import hopper_columns, hopper_rows
+from pallas_kernels.rotated_latent_attention import hopper_columns, hopper_reach, hopper_rows
 from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     LATENT_WIDTHS,
     PAGE_ROWS,
@@ -55,21 +56,62 @@ def rotated_latent_attention(
     splits: int | None = None,
     rotate: bool = True,
     interpret: bool = False,
+    options: hopper_rows.Options = hopper_rows.DEFAULTS,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``; ``splits`` as for ``plan``, the rest as for ``attend``.
 
     Raises:
       NotImplementedError: for shapes, dtypes or storage the kernels do not take.
     """
-    reason = unsupported(q_latent, latent_pages, rope_pages, storage)
-    if reason is not None:
-        raise NotImplementedError(
-            f"rotated_latent_attention: the Hopper kernel cannot take {reason}; use implementation='xla'"
-        )
+    _require_supported(q_latent, latent_pages, rope_pages, storage)
     planned = plan(query_position, query_offsets, page_table, rotary, heads=q_latent.shape[1], splits=splits)
     return attend(
-        planned, q_latent, q_rope, latent_pages, rope_pages, layer, scale=scale, rotate=rotate, interpret=interpret
+        planned,
+        q_latent,
+        q_rope,
+        latent_pages,
+        rope_pages,
+        layer,
+        scale=scale,
+        rotate=rotate,
+        interpret=interpret,
+        options=options,
     )
+
+
+def rotated_latent_attention_with_reach(
+    q_latent: Float[Array, "M H C"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    query_offsets: Int[Array, " B1"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    *,
+    scale: float,
+    storage: Storage = "base",
+    distances: Distances,
+    splits: int | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "M H C"], Float[Array, "M H"], Float[Array, "M H K"]]:
+    """``rotated_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
+
+    Raises:
+      NotImplementedError: for shapes, dtypes or storage the kernels do not take.
+    """
+    _require_supported(q_latent, latent_pages, rope_pages, storage)
+    planned = plan(
+        query_position, query_offsets, page_table, rotary, heads=q_latent.shape[1], splits=splits, in_rows=True
+    )
+    out, lse, mass = _attend_tiles(
+        planned, q_latent, q_rope, latent_pages, rope_pages, layer, scale=scale, interpret=interpret, masses=True
+    )
+    assert mass is not None
+    reach = hopper_reach.reach_of_masses(planned.tiles, planned.schedule, mass, lse, distances)
+    tiles, tokens = planned.tiles, q_latent.shape[0]
+    return *_unpacked(tiles, out, lse, q_latent), unpack(tiles, reach, tokens, 0.0)
 
 
 def unsupported(
@@ -104,13 +146,15 @@ def plan(
     *,
     heads: int,
     splits: int | None = None,
+    in_rows: bool = False,
 ) -> Plan:
     """Lays out queries and table for the kernels. Layers of a model that share a rotary table share it.
 
-    ``splits`` programs share a tile's table (static); None takes the tuned number.
+    ``splits`` programs share a tile's table (static); None takes the tuned number. ``in_rows`` takes the kernel of
+    ``hopper_rows`` whatever the shape.
     """
     requests, entries = page_table.page_id.shape
-    in_columns = heads <= hopper_columns.MAX_HEADS and query_position.shape[0] <= requests
+    in_columns = not in_rows and heads <= hopper_columns.MAX_HEADS and query_position.shape[0] <= requests
     tiles = tile_queries(query_position, query_offsets, heads, heads if in_columns else TILE_ROWS)
     if splits is None:
         splits = tuned_splits(tiles.request.shape[0], entries)
@@ -129,6 +173,7 @@ def attend(
     scale: float,
     rotate: bool = True,
     interpret: bool = False,
+    options: hopper_rows.Options = hopper_rows.DEFAULTS,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Attention as planned.
 
@@ -136,20 +181,52 @@ def attend(
       rotate: False compiles rotation out and takes keys as they are stored, to measure what rotation costs.
       interpret: runs in the interpreter of Pallas, which needs no GPU, with its race detector.
     """
-    tiles, tokens = planned.tiles, q_latent.shape[0]
-    kernel = hopper_columns if planned.in_columns else hopper_rows
-    out, lse = kernel.attend_tiles(
+    out, lse, _ = _attend_tiles(
+        planned,
+        q_latent,
+        q_rope,
+        latent_pages,
+        rope_pages,
+        layer,
+        scale=scale,
+        rotate=rotate,
+        interpret=interpret,
+        options=options,
+    )
+    return _unpacked(planned.tiles, out, lse, q_latent)
+
+
+def _attend_tiles(
+    planned, q_latent, q_rope, latent_pages, rope_pages, layer, *, scale, interpret, rotate=True, masses=False,
+    options=hopper_rows.DEFAULTS,
+):  # fmt: skip
+    """Results in tiles, their splits merged: ``[W, Q, C]``, ``[W, Q]``, and masses if they are asked for."""
+    tiles, mass = planned.tiles, None
+    operands = (
         planned.schedule,
         pack(tiles, q_latent),
         pack(tiles, q_rope),
         latent_pages,
         rope_pages,
         layer.reshape(1),
-        scale=scale,
-        interleaved=planned.interleaved,
-        rotate=rotate,
-        interpret=interpret,
     )
-    out, lse = (out[0], lse[0]) if out.shape[0] == 1 else merge(out, lse)
+    settings = {"scale": scale, "interleaved": planned.interleaved, "rotate": rotate, "interpret": interpret}
+    if planned.in_columns:
+        out, lse = hopper_columns.attend_tiles(*operands, **settings)
+    else:
+        out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
+    return *((out[0], lse[0]) if out.shape[0] == 1 else merge(out, lse)), mass
+
+
+def _unpacked(tiles, out, lse, q_latent):
+    tokens = q_latent.shape[0]
     out = unpack(tiles, out.astype(q_latent.dtype), tokens, 0.0)
     return out, unpack(tiles, lse[..., None], tokens, -jnp.inf)[..., 0]
+
+
+def _require_supported(q_latent, latent_pages, rope_pages, storage):
+    reason = unsupported(q_latent, latent_pages, rope_pages, storage)
+    if reason is not None:
+        raise NotImplementedError(
+            f"rotated_latent_attention: the Hopper kernel cannot take {reason}; use implementation='xla'"
+        )

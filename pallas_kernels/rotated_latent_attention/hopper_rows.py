@@ -16,7 +16,9 @@ Whoever is last to read the rotary keys' tile of a page refills that too. A quer
 one is computed, from registers, by factors that were copied in a pair earlier still.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -44,6 +46,26 @@ from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
 )
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS
 
+# Rows whose weights are added up together when masses are asked for; see ``attention_reach``.
+GROUP_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the kernel spends its time; results agree within rounding.
+
+    ``order``: what ``right`` waits for before its softmax and which product it takes first: the weights of ``left``
+    and their product, the maximum of ``left`` and then the same, or the maximum and its own product.
+    ``turn_beside``: queries turn while a product runs. ``prefetch``: pages of the pair after next are asked into the
+    second-level cache.
+    """
+
+    order: Literal["weights_first", "maximum_first", "own_first"] = "weights_first"
+    turn_beside: bool = False
+    prefetch: bool = False
+
+
+DEFAULTS = Options()
 _FIELDS = ("request", "position", "first", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
 
 
@@ -59,16 +81,33 @@ def attend_tiles(
     interleaved: bool,
     rotate: bool,
     interpret: bool,
-) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"]]:
-    """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several."""
+    masses: bool = False,
+    options: Options = DEFAULTS,
+) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"], Float[Array, "W S 4 64"] | None]:
+    """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several.
+
+    With ``masses`` also the natural log-sum-exp of every query over each group of ``GROUP_ROWS`` neighbouring rows of
+    an entry's page, position 0 aside. It is written for entries up to the last one that the tile sees.
+    """
     tiles, _, width = q_latent.shape
     splits, half = schedule.bounds.shape[1] - 1, width // 2
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
     kernel = plgpu.kernel(
-        partial(_body, scale=scale, interleaved=interleaved, rotate=rotate, interpret=interpret),
+        partial(
+            _body,
+            scale=scale,
+            interleaved=interleaved,
+            rotate=rotate,
+            interpret=interpret,
+            masses=masses,
+            options=options,
+        ),
         out_type=(
             jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS, width), jnp.bfloat16 if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (tiles, schedule.page.shape[1], PAGE_ROWS // GROUP_ROWS, TILE_ROWS) if masses else (1,), jnp.float32
+            ),
         ),
         grid=(tiles, splits),
         grid_names=("tile", "split"),
@@ -86,6 +125,7 @@ def attend_tiles(
             "factors_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=4),
             "rope_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2),
+            "bounded": plgpu.Barrier(num_arrivals=1),
             "published": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "summed": plgpu.Barrier(num_arrivals=2),
         },
@@ -96,14 +136,16 @@ def attend_tiles(
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    return kernel(*(getattr(schedule, name) for name in _FIELDS), q_latent, q_rope, latent_pages, rope_pages, layer)
+    inputs = (getattr(schedule, name) for name in _FIELDS)
+    out, lse, mass = kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
+    return out, lse, mass if masses else None
 
 
 def _body(
     request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
-    factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
-    *, scale, interleaved, rotate, interpret, query, query_rope, latent, rope, exchange, factors,
-    query_loaded, factors_loaded, latent_loaded, rope_loaded, published, summed,
+    factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
+    *, scale, interleaved, rotate, interpret, masses, options, query, query_rope, latent, rope, exchange, factors,
+    query_loaded, factors_loaded, latent_loaded, rope_loaded, bounded, published, summed,
 ):  # fmt: skip
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
     request, layer = request_ref[tile], layer_ref[0]
@@ -206,38 +248,91 @@ def _body(
     def along(x, like):
         return lax.broadcast_in_dim(x, like.shape, [0])
 
-    def publish(side, maximum, weight):
-        exchange.at[side][...] = maximum
+    def sums(entry, limits, maximum, weight):
+        """Of the weights of each query over a page; what every group of rows holds goes out on the way."""
+        if not masses:
+            return weight.sum(axis=1)
+        begin, _, origin = limits
+
+        def grouped(weight):
+            parts = range(0, PAGE_ROWS, GROUP_ROWS)
+            return tuple(weight[:, start : start + GROUP_ROWS].sum(axis=1) for start in parts)
+
+        def without_first_position(weight):
+            column = plgpu.broadcasted_iota(jnp.int32, weight.shape, 1, layout=plgpu.Layout.WGMMA)
+            return grouped(jnp.where(column == -origin, 0.0, weight))
+
+        groups = lax.cond(origin == -begin, without_first_position, grouped, weight)
+        for index, group in enumerate(groups):
+            mass_ref.at[tile, entry, index][...] = (maximum + jnp.log(group) * LOG2E) * (1 / LOG2E)
+        return weight.sum(axis=1)
+
+    def publish_weight(side, weight):
         rope.at[side][...] = weight
         plgpu.commit_smem()
         _announce(published.at[side])
 
+    def publish(side, maximum, weight):
+        exchange.at[side][...] = maximum
+        publish_weight(side, weight)
+
+    def published_maximum(side):
+        return plgpu.load(exchange.at[side], layout=rows, optimized=False)
+
     def received(side):
         _wait_for(published.at[side])
-        return plgpu.load(exchange.at[side], layout=rows, optimized=False)
+        return published_maximum(side)
+
+    def prefetch(pages, side):
+        if options.prefetch and not interpret:
+            for slot in range(2):
+                plgpu.async_prefetch(latent_ref.at[layer, pages[slot], :, sides[side]])
+                if slot != side:
+                    plgpu.async_prefetch(rope_ref.at[layer, pages[slot]])
+
+    def product_while_turning(factors, start, pair, side):
+        if not (rotate and options.turn_beside):
+            return product(factors, start)
+
+        def beside():
+            turn_for_next(pair, side)
+            return ()
+
+        return product_beside(factors, start, beside, ())[0]
 
     def left(pair, state):
         out, maximum, total = state
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
         next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
+        after_next = [page_ref[request, following(pair, 2, slot)[0]] for slot in range(2)] if options.prefetch else []
 
         score = scores(0, zero, limits[0])
         new = jnp.maximum(maximum, score.max(axis=1))
+        if options.order != "weights_first":
+            exchange.at[0][...] = new
+            _announce(bounded)
         weight = jnp.exp2(score - along(new, score))
         rescale = jnp.exp2(maximum - new)
-        total = total * rescale + weight.sum(axis=1)
-        weight = weight.astype(jnp.bfloat16)
-        publish(0, new, weight)
+        total = total * rescale + sums(2 * pair, limits[0], new, weight)
+        narrow = weight.astype(jnp.bfloat16)
+        if options.order == "weights_first":
+            publish(0, new, narrow)
+        elif options.order == "maximum_first":
+            publish_weight(0, narrow)
+        prefetch(after_next, 0)
         clear_unseen(0, 0, limits[0])
-        out = product([(weight, latent.at[zero, 0], None)], out * along(rescale, out))
+        out = product_while_turning([(narrow, latent.at[zero, 0], None)], out * along(rescale, out), pair, 0)
         pl.when(more)(lambda: load_latent(next_page[0], 0, 0))
-        turn_for_next(pair, 0)
+        if not options.turn_beside:
+            turn_for_next(pair, 0)
 
         newer = received(1)
+        rescale = jnp.exp2(new - newer)
+        if options.order == "own_first":
+            publish_weight(0, (weight * along(rescale, weight)).astype(jnp.bfloat16))
         plgpu.barrier_wait(latent_loaded.at[2])
         clear_unseen(1, 0, limits[1])
-        rescale = jnp.exp2(new - newer)
         out = product([(rope.at[1 + zero], latent.at[1 + zero, 0], None)], out * along(rescale, out))
 
         @pl.when(more)
@@ -252,35 +347,59 @@ def _body(
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
         next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
+        after_next = [page_ref[request, following(pair, 2, slot)[0]] for slot in range(2)] if options.prefetch else []
 
         score = scores(1, zero, limits[1])
-        turn_for_next(pair, 1)
-        new = received(0)
-        plgpu.barrier_wait(latent_loaded.at[1])
-        clear_unseen(0, 1, limits[0])
+        if not options.turn_beside:
+            turn_for_next(pair, 1)
+        if options.order == "weights_first":
+            new = received(0)
+        else:
+            _wait_for(bounded)
+            new = published_maximum(0)
 
         def softmax():
             newer = jnp.maximum(new, score.max(axis=1))
             weight = jnp.exp2(score - along(newer, score))
-            sums = total * jnp.exp2(maximum - newer) + weight.sum(axis=1)
+            total_ = total * jnp.exp2(maximum - newer) + sums(2 * pair + 1, limits[1], newer, weight)
             weight = weight.astype(jnp.bfloat16)
             publish(1, newer, weight)
-            return newer, sums, weight
+            return newer, total_, weight
 
-        shapes = (maximum, total, plgpu.layout_cast(jnp.zeros_like(score, jnp.bfloat16), plgpu.Layout.WGMMA))
-        factor = (rope.at[zero], latent.at[zero, 1], None)
-        scaled = out * along(jnp.exp2(maximum - new), out)
-        out, newer, total, weight = product_beside([factor], scaled, softmax, shapes)
-
-        @pl.when(more)
-        def _refill():
+        def refill_first():
             load_latent(next_page[0], 0, 1)
             load_rope(next_page[0], 0)
 
+        first = (rope.at[zero], latent.at[zero, 1], None)
+
+        def see_first_page():
+            plgpu.barrier_wait(latent_loaded.at[1])
+            clear_unseen(0, 1, limits[0])
+
+        if options.order == "weights_first":
+            see_first_page()
+            shapes = (maximum, total, plgpu.layout_cast(jnp.zeros_like(score, jnp.bfloat16), plgpu.Layout.WGMMA))
+            scaled = out * along(jnp.exp2(maximum - new), out)
+            out, newer, total, weight = product_beside([first], scaled, softmax, shapes)
+            pl.when(more)(refill_first)
+        else:
+            newer, total, weight = softmax()
+            if options.order == "maximum_first":
+                _wait_for(published.at[0])
+                see_first_page()
+                out = product([first], out * along(jnp.exp2(maximum - new), out))
+                pl.when(more)(refill_first)
+        prefetch(after_next, 1)
         clear_unseen(1, 1, limits[1])
-        rescale = jnp.exp2(new - newer)
-        out = product([(weight, latent.at[1 + zero, 1], None)], out * along(rescale, out))
+        rescale = jnp.exp2((maximum if options.order == "own_first" else new) - newer)
+        second = (weight, latent.at[1 + zero, 1], None)
+        out = product_while_turning([second], out * along(rescale, out), pair, 1)
         pl.when(more)(lambda: load_latent(next_page[1], 1, 1))
+        if options.order == "own_first":
+            _wait_for(published.at[0])
+            see_first_page()
+            out = product([first], out)
+            pl.when(more)(refill_first)
         return out, newer, total
 
     nothing = (
