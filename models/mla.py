@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from models import layers
 from models.config import ALIASES, CONVERTED, MLAConfig
 from models.families import Family, Parameter, RowFormat, Tensor
-from models.moe import mixture
+from models.moe import keeps_experts_whole, mixture, without_experts
 from models.published import head_bias, linear, split_linear, verbatim
 from models.rotary import attention_amplitude, frequencies, layer_table, softmax_scale_factor
 from models.rotary import table as table_of_rotations
@@ -131,14 +131,22 @@ def decoder_layer(
     rotary: RotaryTable,
     positions: Int[Array, " M"],
     experts: bool,
+    first: int = 0,
+    stacked: dict[str, Any] | None = None,
 ) -> tuple[Float[Array, "M D"], Any]:
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
+
+    ``stacked`` holds the routed experts of all layers from ``first`` on where ``params`` lacks those of this one.
+    """
     x = layers.rms_norm(hidden, params["input_norm"], config.rms_norm_eps)
     out, kv = attention(params["attention"], config, rotary, positions, layer, x, kv)
     hidden = hidden + out
     x = layers.rms_norm(hidden, params["post_norm"], config.rms_norm_eps)
     feed = params["mlp"]
-    out = mixture(x, feed, config) if experts else layers.swiglu(x, feed["gate"], feed["up"], feed["down"])
+    if experts:
+        out = mixture(x, feed, config, stacked=stacked, layer=layer - first if stacked else None, valid=positions >= 0)
+    else:
+        out = layers.swiglu(x, feed["gate"], feed["up"], feed["down"])
     return hidden + out, kv
 
 
@@ -173,7 +181,11 @@ def _run(params, rotary, config, tokens, positions, kv, *, collect=False):
     for stack, first in (("dense", 0), ("moe", config.dense_layers)):
         if stack in params:
             layer = partial(decoder_layer, config=config, rotary=rotary, positions=positions, experts=stack == "moe")
-            hidden, kv, outputs = layers.scan_layers(layer, params[stack], first, hidden, kv, collect=collect)
+            scanned = params[stack]
+            if stack == "moe" and keeps_experts_whole(scanned, hidden.dtype):
+                scanned, experts = without_experts(scanned)
+                layer = partial(layer, first=first, stacked=experts)
+            hidden, kv, outputs = layers.scan_layers(layer, scanned, first, hidden, kv, collect=collect)
             collected.append(outputs)
     return hidden, kv, collected
 

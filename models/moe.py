@@ -4,10 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models.config import MLAConfig
 from models.layers import swiglu
+from pallas_kernels.experts_swiglu.api import experts_swiglu, takes_kernel
 
 
 def route(
@@ -50,33 +51,45 @@ def _in_kept_groups(choice: Float[Array, "M E"], config: MLAConfig, *, ranked_by
     return jnp.repeat(mask, experts // groups, axis=-1)
 
 
-def experts_swiglu(
-    x: Float[Array, "M D"],
-    experts: Int[Array, "M K"],
-    weights: Float[Array, "M K"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
-) -> Float[Array, "M D"]:
-    """Sum of each token's experts: tokens sorted by expert, one ragged product per matrix, and back in order.
+EXPERT_MATRICES = ("gate", "up", "down")
 
-    ``ragged_dot`` has no batching rule for shared weights: use ``jax.lax.map`` over sequences instead of ``vmap``.
+
+def keeps_experts_whole(stack: dict[str, Any], dtype: jax.typing.DTypeLike) -> bool:
+    """Whether a stack of MoE layers should hand the experts of all its layers to ``mixture`` at once.
+
+    A kernel reads one layer's experts where they are; cut out for it they would be copied. XLA takes them cut out.
     """
-    tokens, chosen = experts.shape
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    sizes = jnp.bincount(experts.reshape(-1), length=gate.shape[0]).astype(jnp.int32)
-    rows = x[order // chosen]
-    inner = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    outputs = jax.lax.ragged_dot(inner, down, sizes)
-    # Undoing the sort by a gather and summing over a fixed axis keeps the order of summation; a scatter-add would not.
-    outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
-    return jnp.einsum("MKD,MK->MD", outputs.astype(jnp.float32), weights).astype(x.dtype)
+    return takes_kernel(dtype, stack["mlp"]["gate"])
 
 
-def mixture(x: Float[Array, "M D"], params: dict[str, Any], config: MLAConfig) -> Float[Array, "M D"]:
-    """The feed-forward of a MoE layer: routed experts plus shared ones."""
+def without_experts(stack: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A stack of MoE layers without the matrices of its routed experts, and those."""
+    feed = stack["mlp"]
+    experts = {name: feed[name] for name in EXPERT_MATRICES}
+    rest = {name: leaf for name, leaf in feed.items() if name not in experts}
+    return {**stack, "mlp": rest}, experts
+
+
+def mixture(
+    x: Float[Array, "M D"],
+    params: dict[str, Any],
+    config: MLAConfig,
+    *,
+    stacked: dict[str, Any] | None = None,
+    layer: Int[Array, ""] | None = None,
+    valid: Bool[Array, " M"] | None = None,
+) -> Float[Array, "M D"]:
+    """The feed-forward of a MoE layer: routed experts plus shared ones.
+
+    Args:
+      x: hidden states.
+      params: of the layer; without its routed experts if those are in ``stacked``.
+      stacked: matrices of the routed experts of all layers, of which this is number ``layer``.
+      valid: tokens that are not padding; what comes out for the others means nothing.
+    """
     experts, weights = route(x, params["router"], params.get("router_bias"), config)
-    routed = experts_swiglu(x, experts, weights, params["gate"], params["up"], params["down"])
+    matrices = [(params if stacked is None else stacked)[name] for name in EXPERT_MATRICES]
+    routed = experts_swiglu(x, experts, weights, *matrices, layer=layer, valid=valid)
     if not config.n_shared_experts:
         return routed
     shared = params["shared"]

@@ -1,0 +1,73 @@
+"""The routed half of a mixture of experts: each token through the gated feed-forward of the experts chosen for it.
+
+``sum_k weight_k (silu(x W_gate) * x W_up) W_down`` over the ``K`` experts of a token (DeepSeek-V2, arXiv 2405.04434,
+section 2.2). Weights of all layers can be handed over whole, with the index of the layer: cut out for a kernel they
+would be copied, 1.1 GB a layer for DeepSeek-V2-Lite.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.experts_swiglu import reference
+from pallas_kernels.rotated_latent_attention.api import hopper_available
+
+Implementation = Literal["xla", "mosaic_gpu"]
+
+
+def experts_swiglu(
+    x: Float[Array, "M D"],
+    experts: Int[Array, "M K"],
+    weights: Float[Array, "M K"],
+    gate: Float[Array, "*L E D F"],
+    up: Float[Array, "*L E D F"],
+    down: Float[Array, "*L E F D"],
+    *,
+    layer: Int[Array, ""] | None = None,
+    valid: Bool[Array, " M"] | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "M D"]:
+    """Sum of each token's experts, weighted in float32.
+
+    Args:
+      x: hidden states.
+      experts, weights: what each token was routed to, and how much each of them counts.
+      gate, up, down: of one layer, or of all of them, of which those of ``layer`` are read.
+      valid: tokens that are none (padding) cost nothing where the kernel runs; what comes out for them means nothing.
+      implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
+        widths as ``hopper.unsupported`` lists), and else XLA, which runs everywhere. Only XLA has a derivative.
+
+    Raises:
+      NotImplementedError: if the named implementation cannot run on this device or does not take these shapes.
+    """
+    if layer is None:
+        gate, up, down, layer = gate[None], up[None], down[None], jnp.int32(0)
+    if takes_kernel(x.dtype, gate, implementation):
+        from pallas_kernels.experts_swiglu import hopper
+
+        return hopper.experts_swiglu(x, experts, weights, gate, up, down, layer, valid=valid)
+    return reference.experts_swiglu(x, experts, weights, gate, up, down, layer)
+
+
+def takes_kernel(dtype: jax.typing.DTypeLike, gate: Array, implementation: Implementation | None = None) -> bool:
+    """Whether the Hopper kernel will run for hidden states of ``dtype`` and such weights.
+
+    Raises:
+      NotImplementedError: if it was asked for by name and cannot.
+    """
+    if implementation == "xla":
+        return False
+    if not hopper_available():
+        if implementation is not None:
+            raise NotImplementedError(
+                f"experts_swiglu: implementation={implementation!r} needs a Hopper GPU; use 'xla' or None"
+            )
+        return False
+    from pallas_kernels.experts_swiglu import hopper
+
+    reason = hopper.unsupported(dtype, gate)
+    if reason is not None and implementation is not None:
+        raise NotImplementedError(f"experts_swiglu: the Hopper kernel cannot take {reason}; use implementation='xla'")
+    return reason is None

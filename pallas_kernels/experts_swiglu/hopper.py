@@ -1,0 +1,211 @@
+"""The experts on NVIDIA Hopper (Mosaic GPU): tokens laid out in tiles of one expert each, and two tiled products.
+
+Every expert's tokens begin a new tile (MegaBlocks, Gale et al., arXiv 2211.15841, section 4), so a tile reads one
+expert's matrix and nothing is masked; what fills a tile up is computed and thrown away. One warpgroup copies, two
+multiply. Gate and up projection share their reads of the tokens, and ``silu(gate) * up`` is formed in float32 before
+anything is stored. Tiles of one expert run next to each other, which leaves its matrices in the second-level cache.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+COMPUTE_WARPGROUPS = 2
+SUBTILE_ROWS = 64  # of one tensor-core instruction
+DEPTH = 64  # of one stage: as wide as the swizzle
+STAGES = 4
+STORED_COLUMNS = 128
+
+
+def experts_swiglu(
+    x: Float[Array, "M D"],
+    experts: Int[Array, "M K"],
+    weights: Float[Array, "M K"],
+    gate: Float[Array, "L E D F"],
+    up: Float[Array, "L E D F"],
+    down: Float[Array, "L E F D"],
+    layer: Int[Array, ""],
+    *,
+    valid: Bool[Array, " M"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "M D"]:
+    """See ``api.experts_swiglu``.
+
+    Raises:
+      NotImplementedError: for widths or dtypes the kernel does not take.
+    """
+    reason = unsupported(x.dtype, gate)
+    if reason is not None:
+        raise NotImplementedError(f"experts_swiglu: the Hopper kernel cannot take {reason}; use implementation='xla'")
+    if valid is not None:
+        experts = jnp.where(valid[:, None], experts, gate.shape[1])
+    tiles = lay_out(experts, gate.shape[1])
+    multiply = partial(_multiply, tiles, layer, interpret=interpret)
+    inner = multiply(x[tiles.token], (gate, up))
+    outputs = multiply(inner, (down,))
+    chosen = outputs[tiles.place]
+    if valid is not None:
+        chosen = jnp.where(valid[:, None, None], chosen, 0)
+    return jnp.einsum("MKD,MK->MD", chosen.astype(jnp.float32), weights).astype(x.dtype)
+
+
+class Tiles(NamedTuple):
+    """Tokens laid out by expert: the token of each row (0 where a tile is filled up), the row of each token's choices,
+    the expert of each tile, and how many tiles there are. ``rows`` of a tile."""
+
+    token: Int[Array, " P"]
+    place: Int[Array, "M K"]
+    expert: Int[Array, " T"]
+    used: Int[Array, ""]
+    rows: int
+
+
+def lay_out(experts: Int[Array, "M K"], count: int) -> Tiles:
+    """Gives every expert whole tiles, in order of experts and, within one, of tokens. Choices of ``count`` and above
+    are no expert's: they get no row, and their ``place`` means nothing."""
+    tokens, chosen = experts.shape
+    flat = experts.reshape(-1)
+    # Small tiles waste less where an expert has few tokens; the products are then bound by reading weights anyway.
+    rows = SUBTILE_ROWS if flat.shape[0] <= 2 * SUBTILE_ROWS * count else 2 * SUBTILE_ROWS
+    capacity = -(-flat.shape[0] // rows) + min(count, flat.shape[0])
+    sizes = jnp.bincount(flat, length=count + 1)[:count].astype(jnp.int32)
+    tiles_of = (sizes + rows - 1) // rows
+    last_tile = jnp.cumsum(tiles_of)
+    first_row = jnp.append((last_tile - tiles_of) * rows, capacity * rows)
+    order = jnp.argsort(flat, stable=True)
+    by_expert = flat[order]
+    rank = jnp.arange(flat.shape[0], dtype=jnp.int32) - jnp.append(jnp.cumsum(sizes) - sizes, 0)[by_expert]
+    row = first_row[by_expert] + jnp.where(by_expert < count, rank, 0)
+    token = jnp.zeros(capacity * rows, jnp.int32).at[row].set(order // chosen, mode="drop")
+    place = jnp.zeros_like(flat).at[order].set(row, unique_indices=True)
+    expert = jnp.searchsorted(last_tile, jnp.arange(capacity), side="right", method="compare_all")
+    return Tiles(token, place.reshape(tokens, chosen), jnp.minimum(expert, count - 1), last_tile[-1], rows)
+
+
+def unsupported(dtype: jax.typing.DTypeLike, gate: Float[Array, "L E D F"]) -> str | None:
+    """What the kernel cannot take, or None."""
+    width, inner = gate.shape[-2:]
+    if (jnp.dtype(dtype), gate.dtype) != (jnp.bfloat16, jnp.bfloat16):
+        return f"hidden states of {jnp.dtype(dtype)} and weights of {gate.dtype}; it takes bfloat16"
+    if width % STORED_COLUMNS or inner % STORED_COLUMNS:
+        return f"widths {width} and {inner}; multiples of {STORED_COLUMNS}"
+    return None
+
+
+def _multiply(
+    tiles: Tiles,
+    layer: Int[Array, ""],
+    x: Float[Array, "P A"],
+    factors: tuple[Float[Array, "L E A O"], ...],
+    *,
+    interpret: bool,
+) -> Float[Array, "P O"]:
+    """Rows times their tile's expert; with two factors ``silu`` of the first product times the second."""
+    depth, width = factors[0].shape[-2:]
+    columns = STORED_COLUMNS * (2 if len(factors) == 1 and width % (2 * STORED_COLUMNS) == 0 else 1)
+    # Warpgroups share a tile by rows; where it is as low as one instruction, by columns.
+    high = tiles.rows // SUBTILE_ROWS
+    own = columns * high // COMPUTE_WARPGROUPS
+    stages = min(STAGES, depth // DEPTH)
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+    tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=transforms)
+    across = width // columns
+    arrivals = high + len(factors) * (COMPUTE_WARPGROUPS // high)
+    kernel = plgpu.kernel(
+        partial(_body, across=across, interpret=interpret),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], width), jnp.bfloat16),
+        grid=(tiles.expert.shape[0] * across,),
+        grid_names=("tile",),
+        num_threads=COMPUTE_WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types={
+            "rows": tile((stages, high, SUBTILE_ROWS, DEPTH)),
+            "columns": tile((stages, len(factors), COMPUTE_WARPGROUPS // high, DEPTH, own)),
+            "stored": tile((COMPUTE_WARPGROUPS, SUBTILE_ROWS, min(own, STORED_COLUMNS))),
+            "loaded": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
+            "used": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )
+    return kernel(tiles.expert, tiles.used.reshape(1), layer.reshape(1), x, *factors)
+
+
+def _body(expert_ref, count_ref, layer_ref, x_ref, *refs, across, interpret, rows, columns, stored, loaded, used):
+    *factor_refs, out_ref = refs
+    tile, column = lax.axis_index("tile") // across, lax.rem(lax.axis_index("tile"), jnp.int32(across))
+    me = lax.axis_index("warpgroup")
+    stages, high = rows.shape[:2]
+    wide, own = columns.shape[2], columns.shape[-1]
+    steps = x_ref.shape[1] // DEPTH
+    running = tile < count_ref[0]
+    first_row, first_column = tile * (high * SUBTILE_ROWS), column * (wide * own)
+
+    @pl.when(running & (me == COMPUTE_WARPGROUPS))
+    def _copy():
+        if not interpret:
+            plgpu.set_max_registers(40, action="decrease")
+        layer, expert = layer_ref[0], expert_ref[tile]
+
+        def load(step, slot):
+            depth = pl.ds(step * DEPTH, DEPTH)
+            for part in range(high):
+                here = pl.ds(first_row + part * SUBTILE_ROWS, SUBTILE_ROWS)
+                plgpu.copy_gmem_to_smem(x_ref.at[here, depth], rows.at[slot, part], loaded.at[slot])
+            for index, factor in enumerate(factor_refs):
+                for part in range(wide):
+                    here = pl.ds(first_column + part * own, own)
+                    source = factor.at[layer, expert, depth, here]
+                    plgpu.copy_gmem_to_smem(source, columns.at[slot, index, part], loaded.at[slot])
+
+        for step in range(stages):
+            load(step, step)
+
+        @pl.loop(stages, steps)
+        def _rest(step):
+            slot = lax.rem(step, jnp.int32(stages))
+            plgpu.barrier_wait(used.at[slot])
+            load(step, slot)
+
+        for slot in range(stages):
+            plgpu.barrier_wait(used.at[slot])
+
+    @pl.when(running & (me < COMPUTE_WARPGROUPS))
+    def _compute():
+        if not interpret:
+            plgpu.set_max_registers(232, action="increase")
+        mine = (me, 0) if high > 1 else (0, me)
+
+        def multiply(*sums):
+            @pl.loop(0, steps)
+            def _step(step):
+                slot = lax.rem(step, jnp.int32(stages))
+                plgpu.barrier_wait(loaded.at[slot])
+                for index, total in enumerate(sums):
+                    plgpu.wgmma(total, rows.at[slot, mine[0]], columns.at[slot, index, mine[1]])
+                plgpu.wgmma_wait(len(sums))  # the products of the step before are done
+
+                @pl.when(step > 0)
+                def _release():
+                    plgpu.barrier_arrive(used.at[lax.rem(step - 1, jnp.int32(stages))])
+
+            return tuple(total[...] for total in sums)
+
+        sums = pl.run_scoped(multiply, *(plgpu.ACC((SUBTILE_ROWS, own), jnp.float32) for _ in factor_refs))
+        plgpu.barrier_arrive(used.at[(steps - 1) % stages])
+        result = sums[0] if len(sums) == 1 else sums[0] / (1 + jnp.exp(-sums[0])) * sums[1]
+        result = result.astype(jnp.bfloat16)
+        here = pl.ds(first_row + mine[0] * SUBTILE_ROWS, SUBTILE_ROWS)
+        at_once = stored.shape[-1]
+        for begin in range(0, own, at_once):
+            stored.at[me][...] = result[:, begin : begin + at_once]
+            plgpu.commit_smem()
+            target = out_ref.at[here, pl.ds(first_column + mine[1] * own + begin, at_once)]
+            plgpu.copy_smem_to_gmem(stored.at[me], target)
+            plgpu.wait_smem_to_gmem(0)
