@@ -6,107 +6,79 @@ next blocks of at most one prompt. So a long prompt delays nobody by more than a
 running: nothing is compiled after the first request of each kind of step.
 
 Rows of different requests share a pool and nothing else: each slot attends through its own page table, and a slot that
-is idle writes nowhere. In *deterministic* mode an answer has the bits it has when nobody else is served.
+is idle writes nowhere. In *deterministic* mode an answer has the bits it has when nobody else is served. The rows of a
+prompt can be found as soon as they are computed, so of requests with one beginning only the first computes it.
 """
 
 import dataclasses
+import time
 from collections import deque
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int8, Int32
+from jaxtyping import Float
 
+from irminsul.batch_state import Prefilling, Running, decode_batch
 from irminsul.blocks import Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.commit import PoolTooSmallError
 from irminsul.compute import run_prefill
-from irminsul.decode import DecodeBatch, PageTableWriter, decode_step, sample_step
-from irminsul.placement import Placement
+from irminsul.counters import Counters, no_counts, of_request, one_refused
+from irminsul.decode import PageTableWriter, decode_step, sample_step
+from irminsul.forget import Forgotten
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import Admission, Request, admit, check_prompt, check_storage, complete, pack_batch
+from irminsul.prefill import (
+    Admission,
+    Request,
+    admit,
+    check_prompt,
+    check_storage,
+    complete,
+    pack_batch,
+    share_prompt,
+)
+from irminsul.publish import ALONE, isolated_sequences, publish
 from irminsul.rope import check_rotation
-from irminsul.sampling import Sampling, check_sampling
-from pallas_kernels.page_table import page_table_from_array
-
-Status = Literal["queued", "prefilling", "running", "done", "cancelled", "refused"]
-
-
-@dataclasses.dataclass
-class Ticket:
-    """One submitted request and what it has got so far.
-
-    Fields:
-      prompt, namespace, adapter, max_new_tokens, stop_tokens, temperature, top_p, seed: as given to ``submit``.
-      status: ``queued``, ``prefilling``, ``running``, and at the end ``done``, ``cancelled`` or ``refused`` (the pool
-        cannot hold it even alone: ``error`` says so).
-      tokens: generated so far.
-      step_logits: the ``[V]`` logits each of them was drawn from, if the batcher keeps them.
-      bins, bin_of_token: of the prompt's tokens (``plan.BINS``), once it is planned.
-    """
-
-    prompt: Int32[np.ndarray, " T"]
-    namespace: str
-    adapter: str
-    max_new_tokens: int
-    stop_tokens: tuple[int, ...]
-    temperature: float
-    top_p: float
-    seed: int
-    status: Status = "queued"
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    step_logits: list[Float[np.ndarray, " V"]] = dataclasses.field(default_factory=list)
-    bins: dict[str, int] = dataclasses.field(default_factory=dict)
-    bin_of_token: Int8[np.ndarray, " T"] | None = None
-    error: str = ""
-
-    @property
-    def ended(self) -> bool:
-        return self.status in ("done", "cancelled", "refused")
-
-
-@dataclasses.dataclass
-class _Prefilling:
-    """The prompt whose rows are being computed: the first ``computed`` of those its placement names."""
-
-    number: int
-    admission: Admission
-    computed: int = 0
-
-
-@dataclasses.dataclass
-class _Running:
-    """A request in a slot: its table, the tokens whose rows decoding wrote, and the token drawn for the next place."""
-
-    number: int
-    request: Request
-    table: PageTableWriter
-    written: list[int]
-    proposal: int
-    logits: np.ndarray
+from irminsul.sampling import check_sampling
+from irminsul.sources import canonical_sink, isolated_key, isolated_path
+from irminsul.store import Store
+from irminsul.ticket import Ticket, sampling_of
+from irminsul.tiers import end_request, forget_everywhere, load_ahead, open_store
 
 
 @dataclasses.dataclass
 class Batcher:
-    """A model, a policy, the cache, and who is served from it. Mutable, like ``Engine``.
+    """A model, a policy, the cache, and who is served from it. Mutable, like ``Engine``; for one thread.
 
     Fields:
       slots: who decodes, None where a slot is idle.
       prefill_tokens: computed tokens of a prompt that one step takes; a multiple of every block size, so that pieces
         are blocks of the whole.
       keep_logits: keep what each token was drawn from.
+      store: tiers below the pool.
+      counters: what has been served so far.
+      tickets: every request by number, until ``take`` hands it out.
+      ahead: what is still to be computed behind the sink for the first in line; None before it was looked at.
+      blocked: the first in line waits for pages, and nobody has given any back since.
     """
 
     model: Any
     cache: ContentCache
     policy: Policy
     mode: Mode
-    slots: list[_Running | None]
+    slots: list[Running | None]
     prefill_tokens: int
     keep_logits: bool
+    store: Store | None = None
+    counters: Counters = dataclasses.field(default_factory=no_counts)
     tickets: dict[int, Ticket] = dataclasses.field(default_factory=dict)
     waiting: deque[int] = dataclasses.field(default_factory=deque)
-    prefilling: _Prefilling | None = None
+    prefilling: Prefilling | None = None
+    ahead: deque[np.ndarray] | None = None
+    blocked: bool = False
+    submitted: int = 0
 
     @classmethod
     def create(
@@ -119,17 +91,19 @@ class Batcher:
         slots: int = 8,
         prefill_tokens: int = 0,
         keep_logits: bool = False,
+        store: Store | str | None = None,
     ) -> "Batcher":
-        """A batcher with an empty cache. ``prefill_tokens`` 0 means the largest block of ``mode``.
+        """A batcher with an empty cache. ``prefill_tokens`` 0 means the largest block of ``mode``; ``store`` is as for
+        ``Engine.create``.
 
         Raises:
-          ValueError: for an unknown policy or mode, no slot, or pieces that are not whole blocks.
+          ValueError: for an unknown policy or mode, no slot, pieces that are not whole blocks, or a store of another
+            cache format.
           RotationError: if the model's keys cannot be moved by its rotary table.
+          StoreLockedError: if another process writes the store.
         """
         policy = get_policy(policy)
         check_storage(config, policy)
-        if policy.provenance == "isolated":
-            raise ValueError("provenance='isolated' computes rows ahead of each prompt; serve it with Engine")
         sizes = [block.tokens for block in blocks_for(model, mode)]
         prefill_tokens = prefill_tokens or max(sizes)
         if slots < 1:
@@ -137,8 +111,9 @@ class Batcher:
         if any(prefill_tokens % size for size in sizes):
             raise ValueError(f"prefill_tokens={prefill_tokens} must be a multiple of {max(sizes)}, the largest block")
         check_rotation(model, config)
+        below = open_store(store, model, config)
         cache = new_cache(config, model.row_format)
-        return cls(model, cache, policy, mode, [None] * slots, prefill_tokens, keep_logits)
+        return cls(model, cache, policy, mode, [None] * slots, prefill_tokens, keep_logits, below)
 
     def submit(
         self,
@@ -151,18 +126,34 @@ class Batcher:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int = 0,
+        shared: tuple[str, ...] = (),
+        on_token: Callable[[int], None] | None = None,
+        choose: Callable[[Float[np.ndarray, " V"]], int] | None = None,
     ) -> int:
         """Puts a request in line; returns the number by which ``tickets``, ``cancel`` and ``step`` know it.
+
+        Args:
+          prompt, ...: as ``Engine.serve``.
+          on_token: called with each token as it is handed out. It may submit and cancel requests, this one included.
+          choose: draws the token for the next place, given its logits, in place of sampling (a grammar, say).
+            Where one of the two raises, the request ends as ``failed``, and nobody else notices.
 
         Raises:
           ValueError: as ``prefill``, for a prompt or a sampling parameter that cannot be served.
         """
         check_sampling(temperature, top_p, seed)
         tokens = check_prompt(prompt, self.model, self.cache, max_new_tokens)
-        number = len(self.tickets)
-        self.tickets[number] = Ticket(tokens, namespace, adapter, max_new_tokens, stop_tokens, temperature, top_p, seed)
+        number, self.submitted = self.submitted, self.submitted + 1
+        self.tickets[number] = Ticket(
+            tokens, namespace, adapter, shared, max_new_tokens, stop_tokens, temperature, top_p, seed, on_token, choose
+        )
         self.waiting.append(number)
         return number
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self.waiting) or self.prefilling is not None or any(self.slots)
 
     def step(self) -> dict[int, int]:
         """One token of each running request and the next piece of one prompt; returns the tokens by request."""
@@ -176,8 +167,18 @@ class Batcher:
 
     def run(self) -> None:
         """Steps until every request has ended."""
-        while self.waiting or self.prefilling or any(self.slots):
+        while self.busy:
             self.step()
+
+    def take(self, number: int) -> Ticket:
+        """Hands out the ticket of a request that has ended, and forgets the number.
+
+        Raises:
+          ValueError: if there is no such request, or it has not ended.
+        """
+        if number not in self.tickets or not self.tickets[number].ended:
+            raise ValueError(f"request {number} is unknown or has not ended; cancel it first, or step until it has")
+        return self.tickets.pop(number)
 
     def cancel(self, number: int) -> None:
         """Ends a request where it stands. What it has computed stays in the cache once the prompt is complete, and is
@@ -188,64 +189,176 @@ class Batcher:
         """
         if number not in self.tickets or self.tickets[number].ended:
             raise ValueError(f"request {number} is unknown or has ended; cancel one that is waiting or served")
-        if number in self.waiting:
-            self.waiting.remove(number)
-        elif self.prefilling is not None and self.prefilling.number == number:
+        self.blocked = False
+        if self.prefilling is not None and self.prefilling.number == number:
             request = self.prefilling.admission.request
             policy = dataclasses.replace(request.policy, register=False)  # rows that were never computed
             self.cache = complete(self.cache, dataclasses.replace(request, policy=policy))
             self.prefilling = None
-        else:
-            self._release(next(slot for slot, one in enumerate(self.slots) if one and one.number == number))
-        self.tickets[number].status = "cancelled"
+        if number in self.waiting:
+            self.ahead = self.ahead if number != self.waiting[0] else None
+            self.waiting.remove(number)
+        for slot, running in enumerate(self.slots):
+            if running is not None and running.number == number:
+                self._release(slot)
+        self.tickets[number].end("cancelled")
+
+    def publish(
+        self, context: np.ndarray, texts: Sequence[np.ndarray] = (), *, namespace: str, adapter: str = ""
+    ) -> None:
+        """Keeps rows of ``texts``, computed behind ``context`` alone, for requests with ``namespace`` among ``shared``.
+        Everybody waits meanwhile.
+
+        Raises:
+          As ``publish.publish``. The batcher can be used on afterwards.
+        """
+        while self.prefilling is not None:  # no other prompt may be planned before
+            self._prefill_piece(self.prefilling)
+        for text in texts or [np.zeros(0, np.int32)]:
+            self.cache = publish(
+                self.model, self.cache, context, [text], namespace=namespace, adapter=adapter, mode=self.mode
+            )
+
+    def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
+        """Removes a text, or what one request (``Ticket.request``) computed, and everything computed from it, as
+        ``Engine.forget``. Requests that wait are not touched: what they hold was not computed yet.
+
+        Raises:
+          ValueError: if a request that is being served holds some of it, before anything changes; cancel it, or forget
+            when it has ended.
+          As ``tiers.forget_everywhere`` otherwise. The batcher can be used on afterwards.
+        """
+        for running in [] if isinstance(what, int) else [running for running in self.slots if running is not None]:
+            if self.tickets[running.number].namespace == namespace and running.answer_holds(np.asarray(what)):
+                raise ValueError(
+                    f"request {running.number} is being served and its answer holds what to forget; cancel it first"
+                )
+        self.cache, forgotten = forget_everywhere(self.store, self.cache, what, namespace=namespace)
+        self.blocked = False
+        return forgotten
 
     def _admit(self) -> None:
         """Plans the first in line, if there is a slot for it and room for its pages.
 
         One prompt at a time: a plan may follow the tree into pages whose rows are not computed yet.
         """
-        if not self.waiting or None not in self.slots:
+        if not self.waiting or None not in self.slots or self.blocked:
             return
-        ticket = self.tickets[self.waiting[0]]
+        number = self.waiting[0]
+        ticket = self.tickets[number]
+        if ticket.status == "queued":
+            ticket.mark("queue_ms")
         try:
-            admission = admit(
-                self.model, self.cache, ticket.prompt, self.policy, namespace=ticket.namespace, adapter=ticket.adapter,
-                new_tokens=ticket.max_new_tokens, mode=self.mode,
-            )  # fmt: skip
+            admission = self._admit_ahead(ticket)
+            ahead = admission is not None
+            if admission is None:
+                admission = self._admit_prompt(ticket)
         except PoolTooSmallError as error:
-            if not any(self.slots):  # nobody whose pages could come free
-                ticket.status, ticket.error = "refused", str(error)
-                self.waiting.popleft()
+            self.blocked = any(map(bool, self.slots))
+            if not self.blocked:  # nobody whose pages could come free
+                self.counters += one_refused()
+                self._leave_line()
+                ticket.end("refused", str(error))
             return
         self.cache = admission.cache
         ticket.status = "prefilling"
-        ticket.bins, ticket.bin_of_token = admission.request.plan.bins, admission.request.plan.bin_of_token
-        self.prefilling = _Prefilling(self.waiting.popleft(), admission)
+        self.prefilling = Prefilling(number, admission, ahead)
+        if not ahead:
+            self._leave_line()
+            ticket.bins, ticket.bin_of_token = admission.request.plan.bins, admission.request.plan.bin_of_token
+            ticket.request = admission.request.clock
+            self.counters += of_request(admission.request)
 
-    def _prefill_piece(self, prefilling: _Prefilling) -> None:
+    def _leave_line(self) -> None:
+        self.waiting.popleft()
+        self.ahead = None
+
+    def _admit_prompt(self, ticket: Ticket) -> Admission:
+        started = time.perf_counter()
+        who = {"namespace": ticket.namespace, "adapter": ticket.adapter, "mode": self.mode}
+        count = ticket.max_new_tokens
+        self.cache = load_ahead(self.store, self.model, self.cache, ticket.prompt, self.policy, new_tokens=count, **who)
+        loaded = time.perf_counter()
+        admission = admit(
+            self.model, self.cache, ticket.prompt, self.policy, new_tokens=count, shared=ticket.shared, **who
+        )
+        ticket.timings |= {"load_ms": 1e3 * (loaded - started), "plan_ms": 1e3 * (time.perf_counter() - loaded)}
+        return admission
+
+    def _admit_ahead(self, ticket: Ticket) -> Admission | None:
+        """The next chunk of a prompt to be computed behind the sink, if its policy serves such rows and one is missing.
+
+        Raises:
+          PoolTooSmallError: if there is no room as long as others are served. Alone, the rest is left out.
+        """
+        policy, who = self.policy, {"namespace": ticket.namespace, "adapter": ticket.adapter, "mode": self.mode}
+        if policy.provenance != "isolated" or policy.shifted != "serve":
+            return None
+        key = isolated_key(self.cache, self.model, **who)
+        if self.ahead is None:
+            self.ahead = deque(isolated_sequences(self.model, self.cache, ticket.prompt, policy, key))
+        while self.ahead:
+            sequence = self.ahead[0]
+            if not isolated_path(self.cache, key, sequence, policy):
+                try:
+                    admission = admit(self.model, self.cache, sequence, ALONE, context="isolated", **who)
+                except PoolTooSmallError:
+                    if any(self.slots):
+                        raise
+                    self.ahead.clear()
+                    break
+                self.ahead.popleft()
+                return admission
+            self.ahead.popleft()
+        return None
+
+    def _prefill_piece(self, prefilling: Prefilling) -> None:
         """Computes the next tokens of a prompt; behind the last the request takes a slot."""
-        admission, begin = prefilling.admission, prefilling.computed
-        end = min(begin + self.prefill_tokens, len(admission.placement.positions))
-        batch = pack_batch(self.cache, *_piece(admission, begin, end))
+        admission = prefilling.admission
+        batch = pack_batch(self.cache, *prefilling.next_piece(self.prefill_tokens))
         logits, _, pool = run_prefill(
             self.model, self.cache.pool, batch, blocks=admission.blocks, cost=cost_model(self.model),
             storage=self.cache.config.storage, keep_hidden=False,
         )  # fmt: skip
         self.cache = dataclasses.replace(self.cache, pool=pool)
-        prefilling.computed = end
-        if end < len(admission.placement.positions):
+        if not prefilling.finished:
             return
         self.prefilling = None
-        request, ticket = admission.request, self.tickets[prefilling.number]
-        position = jax.device_put(np.asarray([request.plan.length], np.int32))
-        proposal = sample_step(logits[None], _sampling([ticket]), position)
+        if prefilling.ahead:
+            self.cache = complete(self.cache, admission.request)
+            sink = canonical_sink(self.model, self.policy)
+            self.cache.provenance.mark_fragment(admission.request.clock, len(sink))
+        else:
+            share_prompt(self.cache, admission.request)
+            self._start(prefilling.number, admission.request, logits)
+
+    def _start(self, number: int, request: Request, logits: jax.Array) -> None:
+        """Gives a slot to a request whose prompt is computed, and draws its first token."""
+        ticket, slot = self.tickets[number], self.slots.index(None)
         table = PageTableWriter.of(request, self.cache.config.table_entries)
         ticket.status = "running"
-        slot = self.slots.index(None)
-        self.slots[slot] = _Running(prefilling.number, request, table, [], int(proposal[0]), np.asarray(logits))
+        self.slots[slot] = running = Running(number, request, table, [], -1, np.zeros(0, np.float32))
         if not ticket.max_new_tokens:
+            ticket.mark("ttft_ms")
             self._release(slot)
-            ticket.status = "done"
+            ticket.end("done")
+            return
+        position = jax.device_put(np.asarray([request.plan.length], np.int32))
+        proposal = int(sample_step(logits[None], sampling_of([ticket]), position)[0])
+        self._propose(slot, running, proposal, np.asarray(logits))
+        ticket.mark("ttft_ms")
+
+    def _propose(self, slot: int, running: Running, drawn: int, logits: np.ndarray) -> None:
+        """Notes the token for the next place of a request: what was drawn, unless the request chooses itself."""
+        choose = self.tickets[running.number].choose
+        running.proposal, running.logits = drawn, logits
+        if choose is not None:
+            try:
+                running.proposal = int(choose(logits))
+                if not 0 <= running.proposal < self.model.vocab_size:
+                    raise ValueError(f"choose returned {running.proposal}, outside vocab_size={self.model.vocab_size}")
+            except Exception as error:
+                self._fail(slot, running, error)
 
     def _emit(self) -> dict[int, int]:
         """Hands out what was drawn; a request whose last token that is ends."""
@@ -253,74 +366,48 @@ class Batcher:
         for slot, running in enumerate(self.slots):
             if running is None:
                 continue
-            ticket = self.tickets[running.number]
-            emitted[running.number] = running.proposal
-            ticket.tokens.append(running.proposal)
+            ticket, token = self.tickets[running.number], running.proposal
+            emitted[running.number] = token
+            ticket.tokens.append(token)
             if self.keep_logits:
                 ticket.step_logits.append(running.logits)
-            if len(ticket.tokens) == ticket.max_new_tokens or running.proposal in ticket.stop_tokens:
+            if ticket.on_token is not None:
+                try:
+                    ticket.on_token(token)
+                except Exception as error:
+                    self._fail(slot, running, error)
+            ended = len(ticket.tokens) == ticket.max_new_tokens or token in ticket.stop_tokens
+            if ended and self.slots[slot] is running:  # and was not cancelled by on_token
                 self._release(slot)
-                ticket.status = "done"
+                ticket.end("done")
         return emitted
+
+    def _fail(self, slot: int, running: Running, error: Exception) -> None:
+        """Ends a request of which a function raised, unless that has cancelled it; the others go on."""
+        if self.slots[slot] is running:
+            self._release(slot)
+            self.tickets[running.number].end("failed", f"{type(error).__name__}: {error}")
 
     def _decode(self) -> None:
         """Writes the row of each running request's last token and draws its next, all in one program."""
         if not any(self.slots):
             return
-        config, count = self.cache.config, len(self.slots)
-        token, position, row = (np.full(count, fill, np.int32) for fill in (0, -1, 0))
-        page = np.full(count, config.num_pages, np.int32)
-        entries = np.zeros((count, config.table_entries, 5), np.int32)
-        for slot, running in enumerate(self.slots):
-            if running is None:
-                continue
-            token[slot], position[slot] = running.proposal, running.request.plan.length + len(running.written)
-            page[slot], row[slot] = running.request.slots[len(running.written)]
-            running.table.append(int(page[slot]), int(row[slot]), int(position[slot]))
-            entries[slot] = running.table.entries
-        fields = jax.device_put({"token": token, "position": position, "write_page": page, "write_row": row})
-        batch = DecodeBatch(page_table=page_table_from_array(entries), **fields)
-        sampling = _sampling([self.tickets[running.number] if running else None for running in self.slots])
-        drawn, logits, pool = decode_step(self.model, self.cache.pool, batch, sampling, storage=config.storage)
+        batch = decode_batch(self.slots, self.cache.config)
+        tickets = [self.tickets[running.number] if running else None for running in self.slots]
+        drawn, logits, pool = decode_step(
+            self.model, self.cache.pool, batch, sampling_of(tickets), storage=self.cache.config.storage
+        )
         self.cache = dataclasses.replace(self.cache, pool=pool)
         drawn = np.asarray(drawn)
-        kept = np.asarray(logits) if self.keep_logits else np.zeros((count, 0), np.float32)
+        wanted = self.keep_logits or any(ticket is not None and ticket.choose is not None for ticket in tickets)
+        kept = np.asarray(logits) if wanted else np.zeros((len(tickets), 0), np.float32)
         for slot, running in enumerate(self.slots):
             if running is not None:
-                running.written.append(int(token[slot]))
-                running.proposal, running.logits = int(drawn[slot]), kept[slot]
+                self._propose(slot, running, int(drawn[slot]), kept[slot])
 
     def _release(self, slot: int) -> None:
         """Empties a slot and keeps the rows of who was in it."""
         running = self.slots[slot]
         assert running is not None
-        self.cache = complete(self.cache, running.request, np.asarray(running.written, np.int32))
-        self.slots[slot] = None
-
-
-def _piece(admission: Admission, begin: int, end: int) -> tuple[Placement, Request]:
-    """The computed tokens ``[begin, end)`` of a placement; pages are copied ahead of the first of them."""
-    placement, request = admission.placement, admission.request
-    placement = dataclasses.replace(
-        placement,
-        **{
-            name: getattr(placement, name)[begin:end]
-            for name in ("positions", "write_page", "write_row", "write_position")
-        },
-    )
-    if begin:
-        none = np.zeros(0, np.int32)
-        placement = dataclasses.replace(placement, private=none)
-        request = dataclasses.replace(request, fresh=(), pages=none, private=none)
-    return placement, request
-
-
-def _sampling(tickets: list[Ticket | None]) -> Sampling:
-    """Of each slot; idle ones draw greedily, for nobody."""
-    fields = [(ticket.temperature, ticket.top_p, ticket.seed) if ticket else (0.0, 1.0, 0) for ticket in tickets]
-    temperature, top_p, seed = zip(*fields, strict=True)
-    return Sampling(
-        *jax.device_put(
-            [np.asarray(temperature, np.float32), np.asarray(top_p, np.float32), np.asarray(seed, np.int32)]
-        )
-    )
+        self.slots[slot], self.blocked = None, False
+        self.cache = end_request(self.store, self.cache, running.request, np.asarray(running.written, np.int32))

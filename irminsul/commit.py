@@ -83,13 +83,10 @@ def finish(
     """Makes the rows of a request findable, in place.
 
     ``content`` is that of the whole sequence whose rows were written: the prompt and the decoded tokens behind it,
-      which
-    count as pure unless ``bitwise``.
+    which count as pure unless ``bitwise``.
     """
     tree, tokens = cache.tree, content.tokens
-    unshifted_end = plan.length if bitwise else len(tokens)
-    pure_end = next((span.begin for span in plan.spans if not span.computed and not span.exact), unshifted_end)
-    page_of, row_of = np.full(len(tokens), -1, np.int32), np.zeros(len(tokens), np.int32)
+    pure_end = _pure_end(plan, plan.length if bitwise else len(tokens))
     for page, record in zip(pages.tolist(), fresh, strict=True):
         held = tokens[record.begin : record.end]
         if not len(held):
@@ -100,18 +97,36 @@ def finish(
         tree.pure[page, : max(0, pure_end - record.begin)] = True
         tree.decoded[page, max(0, plan.length - record.begin) : len(held)] = True
         tree.pure[page, len(held) :] = False
-    for page, record in zip(merge_duplicates(tree, pages, cache.in_flight).tolist(), fresh, strict=True):
-        end = min(record.end, len(tokens))
-        page_of[record.begin : end] = page
-        row_of[record.begin : end] = np.arange(end - record.begin)
-    _insert_hints(cache, content, page_of, row_of, pure_end)
+    _insert_hints(cache, content, fresh, merge_duplicates(tree, pages, cache.in_flight), pure_end)
+
+
+def share(cache: ContentCache, plan: ReusePlan, fresh: tuple[FreshPage, ...], pages: np.ndarray) -> None:
+    """Makes the rows of a prompt findable while its request goes on, in place, once all of them are computed.
+
+    What is said of them here ``finish`` says again. Nothing is merged: the request reads its pages.
+    """
+    pure_end = _pure_end(plan, plan.length)
+    for page, record in zip(pages.tolist(), fresh, strict=True):
+        cache.tree.pure[page, : max(0, min(pure_end, record.end) - record.begin)] = True
+    _insert_hints(cache, plan.content, fresh, pages, pure_end)
+
+
+def _pure_end(plan: ReusePlan, unshifted_end: int) -> int:
+    """How far the sequence of a request is pure, if it is up to ``unshifted_end`` but for shifted rows."""
+    return next((span.begin for span in plan.spans if not span.computed and not span.exact), unshifted_end)
 
 
 def _insert_hints(
-    cache: ContentCache, content: PromptContent, page_of: np.ndarray, row_of: np.ndarray, pure_end: int
+    cache: ContentCache, content: PromptContent, fresh: tuple[FreshPage, ...], pages: np.ndarray, pure_end: int
 ) -> None:
-    """Hints for the ranges that end in a fresh row; their beginnings may lie in pages to the left."""
-    tree, hints = cache.tree, cache.registry
+    """Hints for the ranges that end in a fresh row, those of ``fresh`` in ``pages``; their beginnings may lie in pages
+    to the left."""
+    tree, hints, length = cache.tree, cache.registry, len(content.tokens)
+    page_of, row_of = np.full(length, -1, np.int32), np.zeros(length, np.int32)
+    for page, record in zip(pages.tolist(), fresh, strict=True):
+        end = min(record.end, length)
+        page_of[record.begin : end] = page
+        row_of[record.begin : end] = np.arange(end - record.begin)
 
     def add(table: registry.HintTable, ends: list[np.ndarray], keys: list[np.ndarray], limit: int) -> None:
         last, names = np.concatenate(ends) - 1, np.concatenate(keys)
@@ -122,6 +137,6 @@ def _insert_hints(
 
     ends = [content.anchor_ends, content.chunk_ends, content.window_ends]
     names = [content.anchor_fingerprints, content.chunk_fingerprints, content.window_fingerprints]
-    add(hints.content, ends, names, len(content.tokens))
+    add(hints.content, ends, names, length)
     chains = [content.chain_fingerprints, np.array([content.root_fingerprint])]
-    add(hints.chain, [content.chunk_ends, np.array([ROOT_WINDOW])], chains, min(len(content.tokens), pure_end))
+    add(hints.chain, [content.chunk_ends, np.array([ROOT_WINDOW])], chains, min(length, pure_end))

@@ -10,17 +10,17 @@ from jaxtyping import Float, Int8
 
 from irminsul.blocks import Mode, blocks_for
 from irminsul.cache import CacheConfig, ContentCache, new_cache
-from irminsul.cache_key import request_key
 from irminsul.commit import PoolTooSmallError
 from irminsul.counters import Counters, no_counts, of_request, one_refused
 from irminsul.decode import advance, start_decoding
-from irminsul.forget import Forgotten, forget
+from irminsul.forget import Forgotten
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import PrefillResult, Request, check_token_ids, complete, prefill
+from irminsul.prefill import PrefillResult, check_token_ids, prefill
 from irminsul.publish import isolate, publish
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling
 from irminsul.store import Store
+from irminsul.tiers import end_request, forget_everywhere, load_ahead, open_store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +87,9 @@ class Engine:
         if model is not None:
             blocks_for(model, mode)
             check_rotation(model, config)
-        if isinstance(store, str):
-            store = Store(store, model, config)
-        elif store is not None:
-            store.require_format(model, config)
+        below = open_store(store, model, config)
         cache = new_cache(config) if model is None else new_cache(config, model.row_format)
-        return cls(model, cache, policy, mode, store)
+        return cls(model, cache, policy, mode, below)
 
     def serve(
         self,
@@ -129,7 +126,10 @@ class Engine:
         if forced is not None and forced.size:
             check_token_ids(forced, self.model)
         count = max_new_tokens if forced is None else len(forced)
-        self._load(tokens, namespace, adapter, count)
+        self.cache = load_ahead(
+            self.store, self.model, self.cache, tokens, self.policy,
+            namespace=namespace, adapter=adapter, mode=self.mode, new_tokens=count,
+        )  # fmt: skip
         loaded = time.perf_counter()
         if self.policy.provenance == "isolated" and self.policy.shifted == "serve":
             self.cache = isolate(
@@ -161,10 +161,10 @@ class Engine:
             try:
                 emitted, written, logits = self._decode(result, count, forced, stop_tokens, sampling, on_token)
             except BaseException:  # of on_token, say: the prompt's rows are kept and no page stays in flight
-                self._complete(result.request, None)
+                self.cache = end_request(self.store, self.cache, result.request)
                 raise
         decoded = time.perf_counter()
-        self._complete(result.request, written)
+        self.cache = end_request(self.store, self.cache, result.request, written)
         timings = {
             **result.timings,
             "load_ms": 1e3 * (loaded - started),
@@ -202,24 +202,10 @@ class Engine:
         A store forgets, too, for good when this returns; what is reported is of the cache.
 
         Raises:
-          As ``forget.forget`` and ``Store.forget``. The engine can be used on afterwards.
+          As ``tiers.forget_everywhere``. The engine can be used on afterwards.
         """
-        if self.store is not None:
-            self.store.forget(what, namespace=namespace)
-        self.cache, forgotten = forget(self.cache, what, namespace=namespace)
+        self.cache, forgotten = forget_everywhere(self.store, self.cache, what, namespace=namespace)
         return forgotten
-
-    def _load(self, tokens: np.ndarray, namespace: str, adapter: str, new_tokens: int) -> None:
-        """Brings what the store holds of a prompt into the pool."""
-        if self.store is not None:
-            key = request_key(self.cache, self.model, namespace, adapter, self.policy.bitwise, self.mode)
-            self.cache = self.store.load(self.cache, key, tokens, self.policy, new_tokens)
-
-    def _complete(self, request: Request, generated: np.ndarray | None) -> None:
-        """Ends a request and has its pages written behind it."""
-        self.cache = complete(self.cache, request, generated)
-        if self.store is not None:
-            self.store.keep(self.cache, request, generated)
 
     def _decode(
         self,

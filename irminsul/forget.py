@@ -57,16 +57,8 @@ def forget(
       ValueError: for an empty run of tokens, an unknown request, or if a request in flight holds rows to be removed. In
         every case the cache is unchanged.
     """
-    cache.require_alive()
-    prefix = namespace_prefix(namespace)
-    owners = {index for index, key in enumerate(cache.namespaces) if key.startswith(prefix)}
-    reached = cache.provenance.reached(_started(cache, what, owners), owners)
-    gone, unknown = _rows_reached(cache, reached, owners)
+    reached, gone, unknown = _closure(cache, what, namespace)
     held = gone.any(axis=1)
-    if (cache.in_flight[held] > 0).any():
-        raise ValueError(
-            f"{int((cache.in_flight[held] > 0).sum())} pages to forget are in flight; complete their requests first"
-        )
     cache = next_step(cache, donate)
     tree = cache.tree
     kept = np.where(held, gone.argmax(axis=1), tree.page_size)  # of each page the rows before the first that goes
@@ -87,6 +79,26 @@ def forget(
     pages = np.concatenate([np.flatnonzero(held), np.zeros(tree.num_pages - held.sum(), np.int64)])
     pool = _erase(cache.pool, *jax.device_put((pages.astype(np.int32), kept[pages].astype(np.int32), held.sum())))
     return dataclasses.replace(cache, pool=pool), report
+
+
+def require_forgettable(cache: ContentCache, what: np.ndarray | Request | int, *, namespace: str = "default") -> None:
+    """Raises what ``forget`` would raise; changes nothing."""
+    _closure(cache, what, namespace)
+
+
+def _closure(
+    cache: ContentCache, what: np.ndarray | Request | int, namespace: str
+) -> tuple[dict[int, int], Bool[np.ndarray, "N G"], Bool[np.ndarray, "N G"]]:
+    """The requests reached, by the first position that is; the rows that go; those of an unknown context."""
+    cache.require_alive()
+    prefix = namespace_prefix(namespace)
+    owners = {index for index, key in enumerate(cache.namespaces) if key.startswith(prefix)}
+    reached = cache.provenance.reached(_started(cache, what, owners), owners)
+    gone, unknown = _rows_reached(cache, reached, owners)
+    in_flight = int((cache.in_flight[gone.any(axis=1)] > 0).sum())
+    if in_flight:
+        raise ValueError(f"{in_flight} pages to forget are in flight; complete their requests first")
+    return reached, gone, unknown
 
 
 def _started(cache: ContentCache, what: np.ndarray | Request | int, owners: set[int]) -> dict[int, int]:

@@ -16,7 +16,7 @@ from irminsul import page_tree
 from irminsul.blocks import Block, Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_key import Context, request_key
-from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use
+from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use, share
 from irminsul.compute import PrefillBatch, run_prefill
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import PromptContent, Readable, ReusePlan, Span, extend_content, plan_prompt, read_content
@@ -210,6 +210,16 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
     cache.provenance.extend(request.clock, content.tokens[request.plan.length :])
     finish(cache, request.plan, content, request.fresh, request.pages, bitwise=request.policy.bitwise)
     return cache
+
+
+def share_prompt(cache: ContentCache, request: Request) -> None:
+    """Makes the rows of a prompt findable, in place, before its request ends; call it when all of them are computed.
+
+    Nothing happens if the policy keeps no rows. ``complete`` is due as before.
+    """
+    cache.require_alive()
+    if request.policy.register:
+        share(cache, request.plan, request.fresh, request.pages)
 
 
 def _plan_within_pool(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Int32, Integer
 
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
@@ -15,7 +15,7 @@ from irminsul.policies import Policy, get_policy
 from irminsul.prefill import check_prompt, complete, prefill
 from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path
 
-_ALONE = get_policy("irminsul", shifted="ignore")  # nothing from anywhere else gets into these rows
+ALONE = get_policy("irminsul", shifted="ignore")  # nothing from anywhere else gets into these rows
 
 
 def publish(
@@ -60,19 +60,34 @@ def isolate(
       ConsumedError, ValueError: as ``prefill``, before anything changes.
     """
     cache.require_alive()
-    tokens = check_prompt(tokens, model, cache, 0)
     key, sink = isolated_key(cache, model, namespace, adapter, mode), canonical_sink(model, policy)
-    content = read_content(tokens, cache.config.chunking, key)
-    for begin, end in isolated_chunks(content, policy):
-        sequence = np.concatenate([sink, content.tokens[begin:end]])
-        fits = len(sequence) <= cache.config.max_prompt_tokens
-        if fits and not isolated_path(cache, key, sequence, policy):
+    for sequence in isolated_sequences(model, cache, tokens, policy, key):
+        if not isolated_path(cache, key, sequence, policy):
             try:
                 cache, request = _compute(model, cache, sequence, namespace, adapter, mode, "isolated")
             except PoolTooSmallError:
                 break
             cache.provenance.mark_fragment(request, len(sink))
     return cache
+
+
+def isolated_sequences(
+    model: Any, cache: ContentCache, tokens: Integer[np.ndarray, " T"], policy: Policy, key: bytes
+) -> list[Int32[np.ndarray, " _"]]:
+    """The sink and a chunk of a prompt behind it, for each chunk that may be served isolated under ``key``
+    (``sources.isolated_key``) and that the compiled prefill has room for.
+
+    Raises:
+      ValueError: as ``prefill``, for a prompt that cannot be served.
+    """
+    content = read_content(check_prompt(tokens, model, cache, 0), cache.config.chunking, key)
+    sink = canonical_sink(model, policy)
+    room = cache.config.max_prompt_tokens - len(sink)
+    return [
+        np.concatenate([sink, content.tokens[begin:end]])
+        for begin, end in isolated_chunks(content, policy)
+        if end - begin <= room
+    ]
 
 
 def _compute(
@@ -85,5 +100,5 @@ def _compute(
     context: Context,
 ) -> tuple[ContentCache, int]:
     """Keeps the rows of ``tokens``; returns the cache and the request that computed them."""
-    result = prefill(model, cache, tokens, _ALONE, namespace=namespace, adapter=adapter, mode=mode, context=context)
+    result = prefill(model, cache, tokens, ALONE, namespace=namespace, adapter=adapter, mode=mode, context=context)
     return complete(result.cache, result.request), result.request.clock

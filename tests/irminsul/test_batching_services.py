@@ -1,0 +1,198 @@
+"""What a server asks of a batch beyond answers: tiers below it, isolated rows, hooks, forgetting, early sharing."""
+
+import numpy as np
+import pytest
+
+from irminsul import batching
+from irminsul.batching import Batcher
+from irminsul.cache import CacheConfig, new_cache
+from irminsul.engine import Engine
+from irminsul.policies import get_policy
+from irminsul.rope import check_rotation
+from irminsul.store import Store
+from tests.irminsul.conftest import SMALL_CHUNKS
+from tests.irminsul.serving import random_tokens
+from tests.irminsul.storing import keys_of, memory_store
+
+CONFIG = CacheConfig(num_pages=211, page_size=13, max_prompt_tokens=293, max_new_tokens=11, chunking=SMALL_CHUNKS)
+PROMPT = random_tokens(0, 271)
+ISOLATED = get_policy("irminsul", provenance="isolated", min_reuse=16, sink_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def batcher(model):
+    check_rotation(model, CONFIG)
+
+    def make(policy="irminsul", store=None, config=CONFIG):
+        cache = new_cache(config, model.row_format)
+        return Batcher(model, cache, get_policy(policy), "deterministic", [None] * 3, 64, True, store)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return lambda policy="full": Engine(model, new_cache(CONFIG, model.row_format), get_policy(policy), "deterministic")
+
+
+def step_until(batch: Batcher, number: int, status: str) -> None:
+    while batch.tickets[number].status != status:
+        batch.step()
+
+
+def test_of_requests_with_one_beginning_only_the_first_computes_it(batcher, engine):
+    """Its rows are found while it still decodes; the answers are those of a cold prefill."""
+    batch = batcher()
+    turns = [np.concatenate([PROMPT, random_tokens(seed, 17)]) for seed in range(3)]
+    numbers = [batch.submit(turn, max_new_tokens=11) for turn in turns]
+    stranger = batch.submit(turns[0], namespace="stranger")
+    batch.run()
+    assert batch.tickets[numbers[0]].bins["exact"] == 0 == batch.tickets[stranger].bins["exact"]
+    cold = engine("full")
+    for number, turn in zip(numbers, turns, strict=True):
+        ticket = batch.tickets[number]
+        np.testing.assert_array_equal(ticket.step_logits[0], cold.serve(turn).logits)
+        assert number == numbers[0] or ticket.bins["exact"] >= len(PROMPT) - 13
+        assert 0 < ticket.timings["queue_ms"] <= ticket.timings["ttft_ms"] <= ticket.timings["total_ms"]
+    counts = batch.counters.as_dict()
+    assert (counts["requests"], counts["exact"]) == (4, sum(t.bins["exact"] for t in batch.tickets.values()))
+
+
+def test_rows_outlive_the_batch_in_its_store(batcher, model):
+    """Two tenants, turns with one beginning that end before the request they share it with; after a restart every one
+    of them is exact, for its tenant alone."""
+    kv, ends = memory_store(), [np.concatenate([PROMPT, random_tokens(seed, 11)]) for seed in range(2)]
+    first = batcher(store=Store(kv, model, CONFIG))
+    with first.store:
+        numbers = {}
+        for tenant in ("a", "b"):
+            numbers[tenant] = [first.submit(PROMPT, namespace=tenant, max_new_tokens=11)]
+            numbers[tenant] += [first.submit(end, namespace=tenant, max_new_tokens=1) for end in ends]
+        first.run()
+    again = batcher(store=Store(kv, model, CONFIG, write=False))
+    with again.store:
+        for tenant, served in numbers.items():
+            for old, prompt in zip(served, [PROMPT, *ends], strict=True):
+                new = again.submit(prompt, namespace=tenant, max_new_tokens=11)
+                again.run()
+                ticket = again.tickets[new]
+                assert ticket.bins["exact"] == len(prompt) - 1
+                assert ticket.timings["load_ms"] > 0
+                np.testing.assert_array_equal(ticket.step_logits[0], first.tickets[old].step_logits[0])
+        assert again.store.metrics.stored_hits > 0
+        new = again.submit(PROMPT, namespace="c")
+        again.run()
+        assert again.tickets[new].bins["exact"] + again.tickets[new].bins["shifted"] == 0
+
+
+def test_isolated_answers_are_a_function_of_the_prompt(batcher, engine):
+    """In whatever company, and those of the engine; a cancelled one leaves only chunks that are whole."""
+    prompts = [np.concatenate([random_tokens(seed, 31), PROMPT[40:250]]) for seed in range(3)]
+    alone = [engine(ISOLATED).serve(prompt, max_new_tokens=5) for prompt in prompts]
+    assert all(response.bins["shifted"] > 64 for response in alone)
+    for cancelled_at in range(7):
+        batch = batcher(ISOLATED)
+        victim = batch.submit(prompts[0], max_new_tokens=5)
+        numbers = [batch.submit(prompt, max_new_tokens=5) for prompt in prompts[1:]]
+        for _ in range(cancelled_at):
+            batch.step()
+        batch.cancel(victim)
+        numbers.insert(0, batch.submit(prompts[0], max_new_tokens=5))
+        batch.run()
+        assert not batch.cache.in_flight.any()
+        for number, response in zip(numbers, alone, strict=True):
+            ticket = batch.tickets[number]
+            assert (ticket.tokens, ticket.bins["shifted"]) == (response.tokens, response.bins["shifted"])
+            np.testing.assert_array_equal(ticket.step_logits[0], response.step_logits[0])
+
+
+def test_hooks_choose_stream_and_fail_alone(batcher):
+    batch, heard = batcher(), []
+    plain = batch.submit(PROMPT[:61], max_new_tokens=7, on_token=heard.append)
+    second = batch.submit(PROMPT[:83], max_new_tokens=7, choose=lambda logits: int(np.argsort(logits)[-2]))
+    broken = batch.submit(PROMPT[:97], max_new_tokens=7, choose=lambda logits: 211)
+    left = batch.submit(PROMPT[:101], max_new_tokens=7, on_token=lambda token: batch.cancel(left))
+    lost = batch.submit(PROMPT[:103], max_new_tokens=7, on_token=lambda token: 1 / 0)
+    batch.run()
+    statuses = [batch.tickets[number].status for number in (plain, second, broken, left, lost)]
+    assert statuses == ["done", "done", "failed", "cancelled", "failed"]
+    assert heard == batch.tickets[plain].tokens == [int(logits.argmax()) for logits in batch.tickets[plain].step_logits]
+    assert batch.tickets[second].tokens == [int(np.argsort(one)[-2]) for one in batch.tickets[second].step_logits]
+    assert "vocab_size=211" in batch.tickets[broken].error
+    assert "ZeroDivisionError" in batch.tickets[lost].error
+    assert [len(batch.tickets[number].tokens) for number in (broken, left, lost)] == [0, 1, 1]
+    assert not batch.cache.in_flight.any()
+    assert batch.take(plain).status == "done"
+    with pytest.raises(ValueError, match=f"request {plain}"):
+        batch.take(plain)
+    assert batch.submit(PROMPT[:5]) == lost + 1  # numbers are not used again
+
+
+def test_forgetting_waits_for_who_is_served_and_reaches_the_store(batcher, model, engine):
+    kv, secret = memory_store(), random_tokens(3, 29)
+    told = np.concatenate([PROMPT[:60], secret, PROMPT[60:120]])
+    batch = batcher("prefix", Store(kv, model, CONFIG))
+    with batch.store:
+        number = batch.submit(told, max_new_tokens=9)
+        for status in ("prefilling", "running"):
+            step_until(batch, number, status)
+            before = batch.cache.clock
+            with pytest.raises(ValueError, match="in flight"):
+                batch.forget(secret)
+            assert batch.cache.clock == before
+        batch.step()
+        batch.step()
+        batch.forget(secret, namespace="other")  # nobody there holds it
+        said = np.array(batch.tickets[number].tokens[:2], np.int32)
+        with pytest.raises(ValueError, match="answer holds"):
+            batch.forget(np.concatenate([told[-3:], said]))
+        waiting = batch.submit(np.concatenate([told, PROMPT[:9]]), max_new_tokens=1)
+        batch.run()
+        assert batch.tickets[waiting].bins["exact"] >= len(told) - 13
+        batch.store.flush()
+        stored = len(keys_of(kv, "rows"))
+        assert batch.forget(batch.tickets[number].request).rows > 60
+        assert len(keys_of(kv, "rows")) < stored
+        again = batch.submit(told)
+        batch.run()
+        assert batch.tickets[again].bins["exact"] == 0
+        assert batch.forget(secret).rows > 60
+    with Store(kv, model, CONFIG) as store:
+        again = batcher("prefix", store)
+        number = again.submit(told, max_new_tokens=1)
+        again.run()
+        assert again.tickets[number].bins["exact"] <= 60
+        np.testing.assert_array_equal(again.tickets[number].step_logits[0], engine("full").serve(told).logits)
+
+
+def test_who_waits_for_pages_is_planned_again_only_when_some_came_free(batcher, monkeypatch):
+    planned, admit = [], batching.admit
+
+    def counted(*args, **options):
+        planned.append(1)
+        return admit(*args, **options)
+
+    monkeypatch.setattr(batching, "admit", counted)
+    config = CacheConfig(num_pages=31, page_size=13, max_prompt_tokens=293, max_new_tokens=11, chunking=SMALL_CHUNKS)
+    batch = batcher(config=config)
+    first = batch.submit(PROMPT, max_new_tokens=11, namespace="a")
+    second = batch.submit(PROMPT, max_new_tokens=1, namespace="b")
+    batch.run()
+    assert [batch.tickets[number].status for number in (first, second)] == ["done", "done"]
+    assert len(planned) == 3  # once too early
+
+
+def test_published_rows_are_for_who_asks(batcher):
+    """Published while a prompt is being computed, which is finished first."""
+    batch, context, text = batcher(), PROMPT[:60], PROMPT[60:220]
+    busy = batch.submit(random_tokens(5, 200), namespace="a", max_new_tokens=3)
+    batch.step()
+    assert batch.tickets[busy].status == "prefilling"
+    batch.publish(context, [text], namespace="everybody")
+    prompt = np.concatenate([context, text, random_tokens(6, 9)])
+    asks = batch.submit(prompt, namespace="b", shared=("everybody",))
+    other = batch.submit(prompt, namespace="c")
+    batch.run()
+    assert batch.tickets[busy].status == "done"
+    assert batch.tickets[asks].bins["exact"] >= 220
+    assert batch.tickets[other].bins["exact"] == 0
