@@ -9,6 +9,7 @@ every query of a tile sees take no mask, blocks that none sees are not read.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -24,13 +25,15 @@ from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_latent_attention.reference import NEVER
 
 # Rows projected up at a time: a part costs about 70 us besides its work, and one that is mostly padding wastes it.
-ROWS_AT_ONCE = 32768
+ROWS_AT_ONCE = 16384
 MAX_PROJECTED_BYTES = 2**30
 TILE_QUERIES, BLOCK_ROWS, STAGES = 128, 128, 2
 COMPUTE_WARPGROUPS = 2
 LOG2E = math.log2(math.e)
 # A finite floor below every score and above the mask: differences of equal infinities would be NaN.
 FLOOR, MASKED = -1e20, -1e30
+
+ReadRows = Callable[[Array, Array, Array, Array], tuple[Array, Array | None, Array]]
 
 
 def expanded_latent_attention(
@@ -61,35 +64,67 @@ def expanded_latent_attention(
         raise NotImplementedError(
             f"expanded_latent_attention: the Hopper kernel cannot take {reason}; use implementation='xla'"
         )
-    tokens, heads, key_width = q_nope.shape
-    capacity = page_table.page_id.shape[1] * latent_pages.shape[2]
-    row_bytes = heads * (key_width + w_uv.shape[2]) * q_nope.dtype.itemsize
-    chunks = -(-capacity // min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes))
-    rows_at_once = -(-capacity // (chunks * BLOCK_ROWS)) * BLOCK_ROWS
+    heads = q_nope.shape[1]
+    row_bytes = heads * (q_nope.shape[2] + w_uv.shape[2]) * q_nope.dtype.itemsize
+    up = (w_uk.reshape(-1, w_uk.shape[2]), w_uv.swapaxes(0, 1).reshape(w_uv.shape[1], -1))
+
+    def expanded(page, row, delta, seen):
+        latent = jnp.where(seen, latent_pages[layer, page, row], 0)
+        rope = rotate(jnp.where(seen, rope_pages[layer, page, row], 0), delta, rotary)
+        key = jnp.einsum("NC,XC->NX", latent, up[0]).reshape(-1, heads, q_nope.shape[2])
+        value = jnp.einsum("NC,CX->NX", latent, up[1]).reshape(-1, heads, w_uv.shape[2])
+        return key, rope, value
+
+    return attend_packed(
+        expanded, q_nope, q_rope, query_position, page_table,
+        page_size=latent_pages.shape[2], value_width=w_uv.shape[2], scale=scale, storage=storage,
+        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), interpret=interpret,
+    )  # fmt: skip
+
+
+def attend_packed(
+    read_rows: ReadRows,
+    query: Float[Array, "M H K"],
+    query_rope: Float[Array, "M H R"] | None,
+    query_position: Int[Array, " M"],
+    page_table: PageTable,
+    *,
+    page_size: int,
+    value_width: int,
+    scale: float,
+    storage: Storage,
+    rows_at_once: int,
+    interpret: bool,
+) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
+    """Attention of one request's queries to its visible rows, packed in the order of their positions.
+
+    ``read_rows(page, row, delta, seen)`` gives keys ``[N, J, K]``, rotary keys that heads share ``[N, R]`` (or None)
+    and values ``[N, J, V]`` of ``N`` rows, turned by ``delta``; where not ``seen`` they are finite.
+    """
+    tokens, heads = query.shape[:2]
+    capacity = page_table.page_id.shape[1] * page_size
+    rows_at_once = -(-min(rows_at_once, capacity) // BLOCK_ROWS) * BLOCK_ROWS
+    chunks = -(-capacity // rows_at_once)
     spare = -tokens % TILE_QUERIES
     position = jnp.pad(query_position, (0, spare), constant_values=-1)
-    nope, turned = (jnp.pad(x, ((0, spare), (0, 0), (0, 0))) for x in (q_nope, q_rope))
+    query, query_rope = (None if x is None else jnp.pad(x, ((0, spare), (0, 0), (0, 0))) for x in (query, query_rope))
     rows = packed_rows(page_table, jnp.max(query_position, initial=-1), chunks * rows_at_once, storage)
-    up = (w_uk.reshape(-1, w_uk.shape[2]), w_uv.swapaxes(0, 1).reshape(w_uv.shape[1], -1))
 
     def attend(chunk):
         page, row, delta, place = (
             lax.dynamic_slice_in_dim(x, chunk * rows_at_once, rows_at_once) for x in rows.columns
         )
-        seen = (place != NEVER)[:, None]
-        latent = jnp.where(seen, latent_pages[layer, page, row], 0)
-        rope = rotate(jnp.where(seen, rope_pages[layer, page, row], 0), delta, rotary)
-        key = jnp.einsum("NC,XC->NX", latent, up[0]).reshape(-1, heads, key_width)
-        value = jnp.einsum("NC,CX->NX", latent, up[1]).reshape(-1, heads, w_uv.shape[2])
-        return attend_rows(nope, turned, position, key, rope, value, place, scale=scale, interpret=interpret)
+        key, rope, value = read_rows(page, row, delta, (place != NEVER)[:, None])
+        return attend_rows(query, query_rope, position, key, rope, value, place, scale=scale, interpret=interpret)
 
     if chunks == 1:
         out, lse = attend(0)
     else:
-        start = (jnp.zeros((heads, nope.shape[0], w_uv.shape[2])), jnp.full((heads, nope.shape[0]), -jnp.inf))
+        padded = tokens + spare
+        start = (jnp.zeros((heads, padded, value_width)), jnp.full((heads, padded), -jnp.inf))
         steps = -(-rows.total // rows_at_once)
         out, lse = lax.fori_loop(0, steps, lambda chunk, state: _merge(state, attend(chunk)), start)
-    return out[:, :tokens].swapaxes(0, 1).astype(q_nope.dtype), lse[:, :tokens].T
+    return out[:, :tokens].swapaxes(0, 1).astype(query.dtype), lse[:, :tokens].T
 
 
 class PackedRows(NamedTuple):
@@ -147,11 +182,11 @@ def _merge(one, other):
 
 def attend_rows(
     q_nope: Float[Array, "M H K"],
-    q_rope: Float[Array, "M H R"],
+    q_rope: Float[Array, "M H R"] | None,
     query_position: Int[Array, " M"],
-    key: Float[Array, "N H K"],
-    key_rope: Float[Array, "N R"],
-    value: Float[Array, "N H V"],
+    key: Float[Array, "N J K"],
+    key_rope: Float[Array, "N R"] | None,
+    value: Float[Array, "N J V"],
     row_position: Int[Array, " N"],
     *,
     scale: float,
@@ -159,10 +194,13 @@ def attend_rows(
 ) -> tuple[Float[Array, "H M V"], Float[Array, "H M"]]:
     """Attention of queries to the rows at or before their positions: float32 output and natural log-sum-exp.
 
+    Head ``h`` reads key head ``h // (H / J)`` and, where there are rotary keys apart, those that all heads share.
     ``M`` and ``N`` are multiples of 128; padding queries are at -1 and padding rows at ``NEVER``.
     """
     tokens, heads, key_width = q_nope.shape
-    rope_width, value_width = q_rope.shape[-1], value.shape[-1]
+    value_width, group = value.shape[-1], heads // key.shape[1]
+    # Rotary parts where keys have one apart: of queries, and of rows.
+    turned = (q_rope, key_rope) if q_rope is not None and key_rope is not None else ()
     tile_position = query_position.reshape(-1, TILE_QUERIES)
     block_position = row_position.reshape(-1, BLOCK_ROWS)
     # Padding queries see nothing whether or not their tile takes a mask, so they do not count as tile members.
@@ -174,8 +212,12 @@ def attend_rows(
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
     queries = TILE_QUERIES // COMPUTE_WARPGROUPS
+    rope = {}
+    if turned:
+        rope["query_rope"] = tile((COMPUTE_WARPGROUPS, queries, turned[0].shape[-1]))
+        rope["rope_keys"] = tile((STAGES, BLOCK_ROWS, turned[1].shape[-1]))
     return plgpu.kernel(
-        partial(_body, scale=scale, interpret=interpret),
+        partial(_body, group=group, scale=scale, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((heads, tokens, value_width), jnp.float32),
             jax.ShapeDtypeStruct((heads, tokens), jnp.float32),
@@ -186,30 +228,31 @@ def attend_rows(
         thread_name="warpgroup",
         scratch_types={
             "query": tile((COMPUTE_WARPGROUPS, queries, key_width)),
-            "query_rope": tile((COMPUTE_WARPGROUPS, queries, rope_width)),
             "keys": tile((STAGES, BLOCK_ROWS, key_width)),
-            "rope_keys": tile((STAGES, BLOCK_ROWS, rope_width)),
             "values": tile((STAGES, BLOCK_ROWS, value_width)),
-            "query_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=COMPUTE_WARPGROUPS),
-            "keys_loaded": plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            "query_loaded": plgpu.Barrier(num_arrivals=2 if turned else 1, num_barriers=COMPUTE_WARPGROUPS),
+            "keys_loaded": plgpu.Barrier(num_arrivals=2 if turned else 1, num_barriers=STAGES),
             "values_loaded": plgpu.Barrier(num_barriers=STAGES),
             "keys_used": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES),
             "values_used": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES),
             "turn": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
-        },
+        }
+        | rope,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
-    )(unmasked, steps, query_position, row_position, q_nope, q_rope, key, key_rope, value)
+    )(unmasked, steps, query_position, row_position, q_nope, key, value, *turned)
 
 
 def _body(
-    unmasked_ref, steps_ref, query_position_ref, row_position_ref, q_nope_ref, q_rope_ref, key_ref, key_rope_ref,
-    value_ref, out_ref, lse_ref, *, scale, interpret, query, query_rope, keys, rope_keys, values, query_loaded,
-    keys_loaded, values_loaded, keys_used, values_used, turn,
+    unmasked_ref, steps_ref, query_position_ref, row_position_ref, q_nope_ref, key_ref, value_ref, *refs,
+    group, scale, interpret, query, keys, values, query_loaded, keys_loaded, values_loaded, keys_used, values_used,
+    turn, query_rope=None, rope_keys=None,
 ):  # fmt: skip
+    *turned_refs, out_ref, lse_ref = refs
     head, tile, me = lax.axis_index("head"), lax.axis_index("tile"), lax.axis_index("warpgroup")
+    key_head = head // group
     steps = steps_ref[tile]
 
     @pl.when(me == COMPUTE_WARPGROUPS)
@@ -219,12 +262,13 @@ def _body(
 
         def load_keys(step, slot):
             block = pl.ds(step * BLOCK_ROWS, BLOCK_ROWS)
-            plgpu.copy_gmem_to_smem(key_ref.at[block, head], keys.at[slot], keys_loaded.at[slot])
-            plgpu.copy_gmem_to_smem(key_rope_ref.at[block], rope_keys.at[slot], keys_loaded.at[slot])
+            plgpu.copy_gmem_to_smem(key_ref.at[block, key_head], keys.at[slot], keys_loaded.at[slot])
+            if turned_refs:
+                plgpu.copy_gmem_to_smem(turned_refs[1].at[block], rope_keys.at[slot], keys_loaded.at[slot])
 
         def load_values(step, slot):
             block = pl.ds(step * BLOCK_ROWS, BLOCK_ROWS)
-            plgpu.copy_gmem_to_smem(value_ref.at[block, head], values.at[slot], values_loaded.at[slot])
+            plgpu.copy_gmem_to_smem(value_ref.at[block, key_head], values.at[slot], values_loaded.at[slot])
 
         stages = min(STAGES, row_position_ref.shape[0] // BLOCK_ROWS)
         for step in range(stages):
@@ -258,7 +302,8 @@ def _body(
         columns, rows = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
         position = plgpu.load(query_position_ref.at[mine], layout=rows, optimized=False)
         plgpu.copy_gmem_to_smem(q_nope_ref.at[mine, head], query.at[me], query_loaded.at[me])
-        plgpu.copy_gmem_to_smem(q_rope_ref.at[mine, head], query_rope.at[me], query_loaded.at[me])
+        if turned_refs:
+            plgpu.copy_gmem_to_smem(turned_refs[0].at[mine, head], query_rope.at[me], query_loaded.at[me])
         plgpu.barrier_wait(query_loaded.at[me])
 
         def take_turns():
@@ -266,7 +311,9 @@ def _body(
             plgpu.barrier_wait(turn)
 
         def scores(slot):
-            factors = ((query.at[me], keys.at[slot]), (query_rope.at[me], rope_keys.at[slot]))
+            factors = [(query.at[me], keys.at[slot])]
+            if turned_refs:
+                factors.append((query_rope.at[me], rope_keys.at[slot]))
             if interpret:
                 score = sum(jnp.dot(a[...], b[...].T, preferred_element_type=jnp.float32) for a, b in factors)
                 plgpu.commit_smem()  # the tensor core reads through the same proxy that copies write through

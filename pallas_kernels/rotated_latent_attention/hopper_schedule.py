@@ -43,8 +43,10 @@ class Schedule:
 
 
 def make_schedule(tiles: Tiles, page_table: PageTable, rotary: RotaryTable, splits: int) -> Schedule:
-    """``splits`` programs share the table of a tile; the number of entries becomes even."""
-    table = jax.tree.map(lambda field: jnp.pad(field, ((0, 0), (0, field.shape[1] % 2))), page_table)
+    """``splits`` programs share the table of a tile; the number of entries becomes even, and at least two."""
+    entries = page_table.page_id.shape[1]
+    spare = max(2, entries + entries % 2) - entries
+    table = jax.tree.map(lambda field: jnp.pad(field, ((0, 0), (0, spare))), page_table)
     used = used_entries(table)
     delta = jnp.where(used, table.target_position - table.base_position, 0)
     factors = [_per_value(factor, rotary.interleaved) for factor in cos_sin(rotary, delta)]
