@@ -275,7 +275,7 @@ class Batcher:
 
     def _admit_prompt(self, ticket: Ticket) -> Admission:
         started = time.perf_counter()
-        who = {"namespace": ticket.namespace, "adapter": ticket.adapter, "mode": self.mode}
+        who: dict[str, Any] = {"namespace": ticket.namespace, "adapter": ticket.adapter, "mode": self.mode}
         count = ticket.max_new_tokens
         self.cache = load_ahead(self.store, self.model, self.cache, ticket.prompt, self.policy, new_tokens=count, **who)
         loaded = time.perf_counter()
@@ -291,7 +291,8 @@ class Batcher:
         Raises:
           PoolTooSmallError: if there is no room as long as others are served. Alone, the rest is left out.
         """
-        policy, who = self.policy, {"namespace": ticket.namespace, "adapter": ticket.adapter, "mode": self.mode}
+        policy = self.policy
+        who: dict[str, Any] = {"namespace": ticket.namespace, "adapter": ticket.adapter, "mode": self.mode}
         if policy.provenance != "isolated" or policy.shifted != "serve":
             return None
         key = isolated_key(self.cache, self.model, **who)
