@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_grouped_attention import reference
+from pallas_kernels.rotated_latent_attention.api import hopper_available
 
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
@@ -45,7 +46,8 @@ def rotated_grouped_attention(
       key_heads: ``J``.
       scale: softmax scale.
       storage: whether keys are stored at their ``base_position`` or ``unrotated``.
-      implementation: None picks the fastest that runs here; a named one runs or raises.
+      implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
+        one request, widths as ``hopper.unsupported`` lists), and else XLA.
 
     Returns:
       The attention output (dtype of ``query``) and the float32 natural log-sum-exp of the scores. A query that sees no
@@ -68,6 +70,14 @@ def rotated_grouped_attention(
             f"rotated_grouped_attention: rotary table turns {rotary.width} values, a head has {width}; "
             "build it from the model's frequencies"
         )
+    if implementation in (None, "mosaic_gpu") and hopper_available():
+        from pallas_kernels.rotated_grouped_attention import hopper
+
+        if implementation is not None or hopper.unsupported(query, key_pages, value_pages, page_table) is None:
+            return hopper.rotated_grouped_attention(
+                query, query_position, value_pages, key_pages, layer, page_table, rotary,
+                key_heads=key_heads, scale=scale, storage=storage,
+            )  # fmt: skip
     if implementation in (None, "xla"):
         return reference.rotated_grouped_attention(
             query,

@@ -1,0 +1,71 @@
+"""Grouped attention of one request on NVIDIA Hopper: visible rows gathered, keys turned, then one flash attention.
+
+The kernel is that of expanded latent attention (``rotated_latent_attention/expanded_hopper.py``) with keys of their own
+for every key head and no rotary part apart.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.page_table import PageTable, Storage
+from pallas_kernels.rotary import RotaryTable, rotate
+from pallas_kernels.rotated_latent_attention.expanded_hopper import MAX_PROJECTED_BYTES, ROWS_AT_ONCE, attend_packed
+
+
+def rotated_grouped_attention(
+    query: Float[Array, "M H D"],
+    query_position: Int[Array, " M"],
+    value_pages: Float[Array, "L N G JD"],
+    key_pages: Float[Array, "L N G JD"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    *,
+    key_heads: int,
+    scale: float,
+    storage: Storage = "base",
+    rows_at_once: int = ROWS_AT_ONCE,
+    interpret: bool = False,
+) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
+    """See ``api.rotated_grouped_attention``; all queries are those of the one request.
+
+    Raises:
+      NotImplementedError: for shapes or dtypes the kernel does not take.
+    """
+    reason = unsupported(query, key_pages, value_pages, page_table)
+    if reason is not None:
+        raise NotImplementedError(
+            f"rotated_grouped_attention: the Hopper kernel cannot take {reason}; use implementation='xla'"
+        )
+    width = query.shape[2]
+
+    def read_rows(page, row, delta, seen):
+        key, value = (
+            jnp.where(seen, pages[layer, page, row], 0).reshape(-1, key_heads, width)
+            for pages in (key_pages, value_pages)
+        )
+        return rotate(key, delta, rotary), None, value
+
+    row_bytes = 2 * key_heads * width * query.dtype.itemsize
+    return attend_packed(
+        read_rows, query, None, query_position, page_table,
+        page_size=key_pages.shape[2], value_width=width, scale=scale, storage=storage,
+        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), interpret=interpret,
+    )  # fmt: skip
+
+
+def unsupported(
+    query: Float[Array, "M H D"],
+    key_pages: Float[Array, "L N G JD"],
+    value_pages: Float[Array, "L N G JD"],
+    page_table: PageTable,
+) -> str | None:
+    """What of these arguments the kernel cannot take, or None."""
+    width, requests = query.shape[2], page_table.page_id.shape[0]
+    dtypes = {query.dtype, key_pages.dtype, value_pages.dtype}
+    reasons = (
+        (requests != 1, f"{requests} requests; it serves one"),
+        (width not in (64, 128), f"heads of width {width}; 64 or 128"),
+        (dtypes != {jnp.dtype(jnp.bfloat16)}, f"{sorted(map(str, dtypes))}; it takes bfloat16"),
+    )
+    return next((reason for wrong, reason in reasons if wrong), None)
