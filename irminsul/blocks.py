@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from irminsul.view import Form
+from pallas_kernels.rotated_latent_attention.api import hopper_available
 
 Mode = Literal["deterministic", "fast"]
 
@@ -27,24 +28,29 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Work of one block in multiply-adds: ``tokens * (fixed + rows * per_pair) + rows * per_row``.
+    """Work of one block in multiply-adds: ``max(tokens * fixed + real * routed, weights) + rows * (tokens * per_pair +
+    per_row)``, of ``tokens`` of which ``real`` are no padding.
 
-    ``fixed`` is the model without attention; the others are indexed by form. Counted are the products, and what passes
-    over scores and rows cost beside them (``SCORE_WORK``, ``ROW_WORK``).
+    ``fixed`` is the model without attention, ``routed`` the part of it that skips padding, ``weights`` what reading all
+    parameters once takes, in multiply-adds of the same time; ``per_pair`` and ``per_row`` are indexed by form. Counted
+    are the products, and what passes over scores and rows cost beside them (``SCORE_WORK``, ``ROW_WORK``).
     """
 
     fixed: float
     per_pair: dict[str, float]
     per_row: dict[str, float]
+    routed: float = 0.0
+    weights: float = 0.0
 
     def __hash__(self) -> int:
-        return hash((self.fixed, *self.per_pair.items(), *self.per_row.items()))
+        return hash((self.fixed, self.routed, self.weights, *self.per_pair.items(), *self.per_row.items()))
 
     def __call__(self, block: Block, tokens: Int[Array, ""], rows: Int[Array, ""]) -> Float[Array, ""]:
         """Work a computed token when ``tokens`` of the block are real and the last of them sees ``rows`` rows."""
-        rows = rows.astype(jnp.float32)
-        work = block.tokens * (self.fixed + rows * self.per_pair[block.form]) + rows * self.per_row[block.form]
-        return work / tokens.astype(jnp.float32)
+        rows, real = rows.astype(jnp.float32), tokens.astype(jnp.float32)
+        model = jnp.maximum(block.tokens * self.fixed + real * self.routed, self.weights)
+        work = model + rows * (block.tokens * self.per_pair[block.form] + self.per_row[block.form])
+        return work / real
 
 
 # Multiply-adds that one score (mask, exponential, rescaling) and one value of a gathered row cost in time. Fitted on
@@ -58,6 +64,18 @@ DETERMINISTIC_BLOCKS = (Block(64, "absorbed"),)
 LATENT_BLOCKS = (Block(16, "absorbed"), Block(64, "absorbed"), Block(256, "expanded"), Block(1024, "expanded"))
 GROUPED_BLOCKS = tuple(Block(tokens, "absorbed") for tokens in (16, 64, 256, 1024))
 
+# On a Hopper GPU a small block takes as long as reading the weights, and the kernels skip padding queries. The expanded
+# kernel fills the GPU from some 512 queries of 16 heads on (``docs/benchmarks/rotated_latent_attention.md``).
+HOPPER_LATENT_BLOCKS = (
+    *(Block(tokens, "absorbed") for tokens in (64, 256)),
+    *(Block(tokens, "expanded") for tokens in (512, 1024, 2048, 4096)),
+)
+HOPPER_GROUPED_BLOCKS = tuple(Block(block.tokens, "absorbed") for block in HOPPER_LATENT_BLOCKS)
+# Multiply-adds a second over bytes a second of one H200: 350e12 / 4.2e12 (both measured, sustained).
+HOPPER_WORK_PER_BYTE = 83.0
+# There the kernels work on scores beside the products; what is left is a guess from their rates.
+HOPPER_SCORE_WORK = 60.0
+
 
 def blocks_for(model: Any, mode: Mode) -> tuple[Block, ...]:
     """The blocks a compiled prefill may use.
@@ -69,28 +87,49 @@ def blocks_for(model: Any, mode: Mode) -> tuple[Block, ...]:
         raise ValueError(f"mode={mode!r} is unknown; choose 'deterministic' or 'fast'")
     if mode == "deterministic":
         return DETERMINISTIC_BLOCKS
+    if _on_hopper(model):
+        return HOPPER_LATENT_BLOCKS if model.row_format.kind == "latent" else HOPPER_GROUPED_BLOCKS
     return LATENT_BLOCKS if model.row_format.kind == "latent" else GROUPED_BLOCKS
+
+
+def _on_hopper(model: Any) -> bool:
+    """Whether the model is served by the Hopper kernels."""
+    return hopper_available() and model.dtype == jnp.bfloat16
 
 
 def cost_model(model: Any) -> CostModel:
     """Counts the work of a model's blocks from its parameters and the head sizes in its config."""
-    config, rows = model.config, model.row_format
+    config, rows, hopper = model.config, model.row_format, _on_hopper(model)
     fixed = float(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
     fixed -= model.vocab_size * config.hidden_size  # the embedding is a lookup and the head runs once
-    heads = rows.num_layers * config.num_attention_heads
+    weights = HOPPER_WORK_PER_BYTE * model.dtype.itemsize * fixed if hopper else 0.0
+    experts, routed = _routed_parameters(config)
+    fixed -= experts if hopper else experts - routed
+    skipping = {"routed": routed if hopper else 0.0, "weights": weights}
+    heads, score = rows.num_layers * config.num_attention_heads, HOPPER_SCORE_WORK if hopper else SCORE_WORK
     gather = rows.num_layers * (rows.latent_width + rows.rope_width) * ROW_WORK
     if rows.kind == "grouped":
         width = rows.rope_width // rows.rope_heads
-        return CostModel(fixed, {"absorbed": heads * (2 * width + SCORE_WORK)}, {"absorbed": gather})
+        return CostModel(fixed, {"absorbed": heads * (2 * width + score)}, {"absorbed": gather}, **skipping)
     up = config.qk_nope_head_dim + config.v_head_dim
     return CostModel(
         fixed,
         per_pair={
-            "absorbed": heads * (2 * rows.latent_width + rows.rope_width + SCORE_WORK),
-            "expanded": heads * (up + rows.rope_width + SCORE_WORK),
+            "absorbed": heads * (2 * rows.latent_width + rows.rope_width + score),
+            "expanded": heads * (up + rows.rope_width + score),
         },
         per_row={"absorbed": gather, "expanded": gather + heads * float(up * rows.latent_width)},
+        **skipping,
     )
+
+
+def _routed_parameters(config: Any) -> tuple[float, float]:
+    """Parameters of all routed experts, and of those that one token passes."""
+    count = getattr(config, "n_routed_experts", None)
+    if not count:
+        return 0.0, 0.0
+    experts = 3.0 * config.moe_layers * count * config.hidden_size * config.moe_intermediate_size
+    return experts, experts * config.num_experts_per_tok / count
 
 
 def choose_block(
