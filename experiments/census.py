@@ -3,8 +3,6 @@
 Would reuse at shifted positions help this traffic? What breaks its prefix cache, shown byte by byte? What to change?
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from experiments import page as pages
 from experiments import recovery_plots, report
 from experiments.census_breaks import KINDS, Break, BreakFinder
 from experiments.errors import InputError
@@ -20,7 +19,7 @@ from experiments.recovery_survey import Survey, SurveySettings, summarise
 from experiments.traffic.block_hashes import holds_blocks
 from experiments.traffic.readers import ReadReport, read_requests
 from experiments.traffic.session import Request, limit_traces
-from experiments.traffic.tokenization import Encoder, load_tokenizer
+from experiments.traffic.tokenization import Encoder
 from experiments.traffic.transforms import get_transform
 
 WORTH_IT = 0.05  # share of prompt tokens: below, a server gains little beside an exact-prefix cache
@@ -138,39 +137,12 @@ def plot_breaks(breaks: list[dict[str, Any]], path: Path) -> None:
         plt.close(figure)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="irminsul census", description=__doc__)
-    parser.add_argument(
-        "traces", nargs="+", metavar="TRACE", help="trace file or folder (.jsonl, .json, .traj; .gz, .xz)"
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON; write a page only with --out")
-    parser.add_argument("--out", type=Path, help="folder of the page and its plots (census)")
-    parser.add_argument("--tokenizer", default="deepseek", help="deepseek, stdlib, or the path of a tokenizer.json")
-    parser.add_argument("--transform", default="none", help="what a client might do to the context, such as window:12")
-    parser.add_argument("--limit", type=int, default=0, help="traces to read of each file; 0: all")
-    options = parser.parse_args(arguments)
-    try:
-        encoder = Encoder(load_tokenizer(options.tokenizer))
-        census, damage = take(options.traces, encoder, transform=options.transform, limit=options.limit)
-        result = census.result()
-        savings = census.survey.savings["deepseek-v3"]
-        result["flops_saved_fraction"] = savings.saved / savings.full
-        out = options.out or (None if options.json else Path("census"))
-        if out is not None:
-            _write(out, result, census, f"{damage}; tokenizer {Path(options.tokenizer).name}")
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    if options.json:
-        print(json.dumps(result, indent=1, ensure_ascii=False))
-    else:
-        print(page(result, damage))
-        print(f"{out}: census.md, turns.png" + (", breaks.png" if result["breaks"] else ""))
-    return 0
+def write(out: Path, result: dict[str, Any], census: Census, source: str) -> None:
+    """Writes ``census.html``, ``census.md`` and plots.
 
-
-def _write(out: Path, result: dict[str, Any], census: Census, source: str) -> None:
+    Raises:
+      InputError: if ``out`` cannot be written.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "census.md").write_text(page(result, source), encoding="utf-8")
@@ -179,3 +151,5 @@ def _write(out: Path, result: dict[str, Any], census: Census, source: str) -> No
     recovery_plots.plot_turns(census.survey.rows, "Where each turn's tokens come from", out / "turns.png")
     if result["breaks"]:
         plot_breaks(result["breaks"], out / "breaks.png")
+    body = pages.from_markdown(page(result, source), out)
+    (out / "census.html").write_text(pages.whole("Census", body), encoding="utf-8")

@@ -1,19 +1,15 @@
-"""``irminsul chat``: talks with a small model over the content cache, each word shown as it is drawn.
+"""A conversation with a small model over the content cache, each word shown as it is drawn (``irminsul chat``).
 
 Every turn is served as a whole conversation, as an API client would send it; what is unchanged comes from the cache.
 """
 
-import argparse
 import dataclasses
-import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any
 
-import models
 from irminsul.cache import CacheConfig
 from irminsul.engine import Engine, Response
-from models import Tokenizer, smollm2
+from models import Tokenizer
 from models.families import Model
 
 PROMPT_TOKENS, ANSWER_TOKENS = 4096, 512
@@ -87,41 +83,3 @@ def conversation(model: Model, tokenizer: Tokenizer, system: str = "", policy: s
     stop = end if isinstance(end, tuple) else () if end is None else (end,)
     messages = [{"role": "system", "content": system}] if system else []
     return Conversation(Engine.create(model, config, policy), tokenizer, messages, stop)
-
-
-def main(arguments: Sequence[str] | None = None, lines: TextIO | None = None) -> int:
-    """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="irminsul chat", description="talk with a small model over the content cache")
-    parser.add_argument("--model", default=smollm2.MLA_NAME, choices=(smollm2.MLA_NAME, smollm2.NAME))
-    parser.add_argument("--system", default="", help="the system message; the model's own if empty")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    try:
-        model, tokenizer = models.load(options.model, "float32"), smollm2.load_tokenizer()
-    except ModuleNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    talk = conversation(model, tokenizer, options.system)
-    print(f"{options.model}: type a message, an empty line ends", flush=True)
-    for line in lines or sys.stdin:
-        if not line.strip():
-            break
-        started = time.perf_counter()
-        response = talk.ask(line.strip(), _show, temperature=options.temperature, seed=options.seed)
-        served = sum(response.bins[name] for name in ("exact", "shifted"))
-        print(
-            f"\n[{len(response.tokens)} tokens in {time.perf_counter() - started:.1f} s, first after "
-            f"{response.timings['ttft_ms'] / 1e3:.1f} s; {served} of {sum(response.bins.values())} prompt tokens from "
-            "the cache]",
-            flush=True,
-        )
-    return 0
-
-
-def _show(piece: str) -> None:
-    print(piece, end="", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""What a study leaves behind: ``result.json`` and ``report.md``."""
+"""What a study leaves behind: ``result.json``, ``report.md`` and the same as one page, ``report.html``."""
 
 import importlib.metadata
 import json
@@ -10,6 +10,7 @@ from typing import Any, NotRequired, TypedDict
 
 import jax
 
+from experiments import page, reproduce
 from experiments.errors import InputError
 
 PACKAGES = ("irminsul", "jax", "jaxlib", "flax", "numpy", "tokenizers", "xxhash")
@@ -56,7 +57,7 @@ def _processor() -> str:
 
 
 def write(out: Path, study: str, config: dict[str, Any], result: StudyResult) -> None:
-    """Writes ``result.json`` and ``report.md`` into ``out``.
+    """Writes ``result.json``, ``report.md`` and ``report.html`` into ``out``.
 
     Raises:
       InputError: if a summary value is no finite number.
@@ -74,7 +75,10 @@ def write(out: Path, study: str, config: dict[str, Any], result: StudyResult) ->
     partial = out / "result.json.partial"
     partial.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(out / "result.json")
-    (out / "report.md").write_text(_report(record, result), encoding="utf-8")
+    text = _report(record, result)
+    (out / "report.md").write_text(text, encoding="utf-8")
+    body = page.from_markdown(text, out)
+    (out / "report.html").write_text(page.whole(result["title"], body), encoding="utf-8")
 
 
 def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
@@ -103,6 +107,8 @@ def _report(record: dict[str, Any], result: StudyResult) -> str:
         f"## Environment\n\n{where['system']}, {where['processor']}, {where['cores']} cores, "
         f"{where['devices']} x {where['device_kind']} ({where['device']}), Python {where['python']}; {versions}."
     )
+    command = reproduce.command(record["study"], record["config"])
+    parts.append(f"## How to reproduce\n\n```sh\n{command}\n```")
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,6 +1,7 @@
 """Runs a study: ``python -m experiments.run --config=experiments/configs/STUDY.py [--config.key=value] --out=DIR``.
 
-Writes ``DIR/result.json``, ``DIR/report.md`` and plots. Bad input is told in one sentence, with exit code 2.
+``irminsul run STUDY`` does the same. Writes ``DIR/result.json``, ``report.md``, ``report.html`` and plots. Bad input is
+told in one sentence, with exit code 2.
 """
 
 import importlib
@@ -16,7 +17,7 @@ from experiments import report
 from experiments.errors import InputError
 
 CONFIG = config_flags.DEFINE_config_file("config", None, "The study's configuration file.")
-OUT = flags.DEFINE_string("out", None, "The folder for result.json, report.md and plots; made if missing.")
+OUT = flags.DEFINE_string("out", None, "The folder for the report and plots; made if missing.")
 
 
 def run(config: ConfigDict, out: Path) -> report.StudyResult:
@@ -50,8 +51,13 @@ def main(argv: Sequence[str]) -> int:
         print("stopped; the same command goes on from the last finished trace", file=sys.stderr)
         return 130
     print(json.dumps(result["summary"], indent=1))
-    print(f"{result['title']}\n{OUT.value}: result.json, report.md, {', '.join(result.get('figures', []))}")
+    print(f"{result['title']}\n{OUT.value}: {', '.join(written(result))}")
     return 0
+
+
+def written(result: report.StudyResult) -> list[str]:
+    """The names of the files a study left."""
+    return ["report.html", "report.md", "result.json", *result.get("figures", [])]
 
 
 def _parse(argv: Sequence[str]) -> None:

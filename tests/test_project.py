@@ -13,14 +13,15 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = ("irminsul", "models", "pallas_kernels", "experiments")
-DOCUMENTED = ("irminsul", "models", "pallas_kernels")
+PACKAGES = ("irminsul", "models", "pallas_kernels", "experiments", "command_line")
+DOCUMENTED = ("irminsul", "models", "pallas_kernels", "command_line")
 # A package may import itself and those named here.
 MAY_IMPORT = {
     "pallas_kernels": set(),
     "irminsul": {"pallas_kernels"},
     "models": {"pallas_kernels"},
     "experiments": {"irminsul", "models", "pallas_kernels"},
+    "command_line": {"experiments", "irminsul", "models", "pallas_kernels"},
 }
 MAX_FILE_BYTES = 16 * 2**20
 

@@ -1,11 +1,11 @@
 """The census: which change breaks a prefix, where exactly, and what the command prints and writes."""
 
 import json
-import sys
 
 import pytest
 
-from experiments import census, command_line
+from command_line.main import main
+from experiments import census
 from experiments.census_breaks import BreakFinder, common_prefix
 from experiments.traffic.generator import SessionShape, generate_session
 from experiments.traffic.session import Message, Request
@@ -97,15 +97,14 @@ def trace(encoder, tmp_path):
     return path
 
 
-def run(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["irminsul", *map(str, arguments)])
-    return command_line.main()
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
 
 
-def test_the_page(trace, tmp_path, monkeypatch, capsys):
+def test_the_page(trace, tmp_path, capsys):
     out = tmp_path / "out"
     options = ("--tokenizer", tmp_path / "tokenizer.json", "--out", out)
-    assert run(monkeypatch, "census", trace, *options) == 0
+    assert run("census", trace, *options) == 0
     text = (out / "census.md").read_text()
     assert text.count("![") == 2
     assert all((out / name).stat().st_size > 5000 for name in ("turns.png", "breaks.png"))
@@ -120,7 +119,7 @@ def test_the_page(trace, tmp_path, monkeypatch, capsys):
 def test_json(trace, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ("--json", "--tokenizer", tmp_path / "tokenizer.json")
-    assert run(monkeypatch, "census", trace, trace, *arguments) == 0
+    assert run("census", trace, trace, *arguments) == 0
     result = json.loads(capsys.readouterr().out)
     keys = (
         "requests tokens prefix_fraction shifted_fraction upper_bound_fraction fraction_of_reachable tokens_per_second"
@@ -138,14 +137,14 @@ def test_traffic_that_gains_little():
     assert census.verdict(result | {"shifted_fraction": 0.3}).startswith("Yes")
 
 
-def test_errors_are_one_sentence(trace, tmp_path, monkeypatch, capsys):
+def test_errors_are_one_sentence(trace, tmp_path, capsys):
     blocks = tmp_path / "blocks.jsonl"
     blocks.write_text('{"input_length": 5, "hash_ids": [1]}\n')
     for path, words in ((tmp_path / "no.jsonl", "no such file"), (blocks, "block hashes")):
-        assert run(monkeypatch, "census", path, "--json", "--tokenizer", tmp_path / "tokenizer.json") == 2
+        assert run("census", path, "--json", "--tokenizer", tmp_path / "tokenizer.json") == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert words in captured.err.strip().splitlines()[-1]
-    assert run(monkeypatch, "unknown") == 2
-    assert run(monkeypatch, "--help") == 0
+    assert run("unknown") == 2
+    assert run("--help") == 0
     assert "census" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""The command ``irminsul``: one module a sub-command, each of them a ``Command``."""
