@@ -17,9 +17,10 @@ from irminsul import page_tree, registry
 from irminsul.chunking import ChunkingConfig
 from irminsul.eviction import Eviction
 from irminsul.page_tree import PageTree
-from irminsul.pool import LatentPool, new_pool
+from irminsul.pool import LatentPool
 from irminsul.provenance import Provenance
 from irminsul.registry import Registry
+from irminsul.sharded_pool import new_pool
 from pallas_kernels.page_table import Storage
 
 

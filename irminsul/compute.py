@@ -14,9 +14,11 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from irminsul import sharded_pool
 from irminsul.blocks import Block, CostModel, choose_block
 from irminsul.pool import LatentPool, copy_pages
 from irminsul.view import PagedView
+from pallas_kernels.mesh_axes import SEQUENCE, split_axes
 from pallas_kernels.page_table import PageTable, Storage
 
 COPY_CAPACITY = 8
@@ -54,7 +56,8 @@ def compute_blocks(
     """Copies pages, then computes block after block: logits after the last computed token, hidden states if kept, and
     the next pool."""
     largest = max(block.tokens for block in blocks)
-    pool = copy_pages(pool, batch.copy_source, batch.copy_target, batch.copy_count)
+    copy = sharded_pool.copy_pages if split_axes(SEQUENCE) else copy_pages
+    pool = copy(pool, batch.copy_source, batch.copy_target, batch.copy_count)
     padded = jax.tree.map(
         lambda array, fill: jnp.concatenate([array, jnp.full((largest,), fill, array.dtype)]),
         (batch.tokens, batch.positions, batch.write_page, batch.write_row, batch.write_position),

@@ -5,16 +5,20 @@ differ only in their arrays.
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from irminsul import indexed_view
 from irminsul.dependence import DISTANCES
 from irminsul.pool import LatentPool
 from irminsul.row_quantisation import quantise
+from irminsul.sharded_pool import attend_on_mesh, set_rows
 from pallas_kernels.attention_reach import Distances
+from pallas_kernels.indexed_latent_attention.reference import Selection
+from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
@@ -41,6 +45,7 @@ class PagedView:
       form: MLA attention ``absorbed`` (scores in the latent space) or ``expanded`` (keys projected up; one request).
       storage: ``base`` or ``unrotated`` keys.
       implementation: of the attention op, None for the fastest.
+      selection: rows each query attends to, where the model chooses them (``indexed_view.py``); None for all in view.
       dependence: the share of attention beyond each of ``dependence.DISTANCES``, the largest over heads and the layers
         so far; None if it is not measured.
     """
@@ -53,6 +58,7 @@ class PagedView:
     write_row: Int[Array, " M"]
     write_position: Int[Array, " M"]
     dependence: Float[Array, "M K"] | None = None
+    selection: Selection | None = None
     form: Form = struct.field(pytree_node=False, default="absorbed")
     storage: Storage = struct.field(pytree_node=False, default="base")
     implementation: Implementation | None = struct.field(pytree_node=False, default=None)
@@ -70,38 +76,12 @@ class PagedView:
         scale: float,
     ) -> tuple[Float[Array, "M H V"], "PagedView"]:
         """Multi-head latent attention over the page table."""
-        view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
-        pages = (view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary)
-        if self.form == "expanded":
-            operands = (q_nope, q_rope, self.query_position, *pages, w_uk, w_uv)
-            if self._needs_xla:
-                out, _, reach = expanded_latent_attention_with_reach(
-                    *operands,
-                    scale=scale,
-                    storage=self.storage,
-                    distances=self._distances,
-                    latent_scale=view.pool.latent_scale,
-                )
-                return out, view._with_reach(reach)
-            out, _ = expanded_latent_attention(
-                *operands, scale=scale, storage=self.storage, implementation=self.implementation
-            )
-            return out, view
-        absorbed = (jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, self.query_position, self.query_offsets, *pages)
-        if self._needs_xla:
-            out, _, reach = rotated_latent_attention_with_reach(
-                *absorbed,
-                scale=scale,
-                storage=self.storage,
-                distances=self._distances,
-                latent_scale=view.pool.latent_scale,
-            )
-            view = view._with_reach(reach)
-        else:
-            out, _ = rotated_latent_attention(
-                *absorbed, scale=scale, storage=self.storage, implementation=self.implementation
-            )
-        return jnp.einsum("MHC,HCV->MHV", out, w_uv), view
+        if self.selection is not None:
+            view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
+            out, reach = indexed_view.attend_selected(view, layer, q_nope, q_rope, w_uk, w_uv, rotary, scale)
+            return out, view._with_reach(view.pool, jnp.max(reach, axis=1))
+        heads = {"q_nope": (q_nope, 1), "q_rope": (q_rope, 1), "w_uk": (w_uk, 0), "w_uv": (w_uv, 0)}
+        return self._attend("latent", heads, layer=layer, c_kv=c_kv, k_rope=k_rope, rotary=rotary, scale=scale)
 
     def attend_grouped(
         self,
@@ -113,6 +93,70 @@ class PagedView:
         scale: float,
     ) -> tuple[Float[Array, "M H D"], "PagedView"]:
         """Grouped-query attention over the page table."""
+        heads = {"query": (query, 1), "key": (key, 1), "value": (value, 1)}
+        return self._attend("grouped", heads, layer=layer, rotary=rotary, scale=scale)
+
+    def _attend(
+        self, kind: Literal["latent", "grouped"], heads: dict[str, tuple[Array, int]], *, scale: float, **shared: Any
+    ) -> tuple[Float[Array, "M H V"], "PagedView"]:
+        """Attention of rows of a ``kind`` on one device, or on each of a mesh. ``heads``: operands and their axis of
+        heads."""
+        attend = _ATTEND[kind]
+        if not split_axes(SEQUENCE, TENSOR):
+            out, _, reach, pool = attend(self, **{name: x for name, (x, _) in heads.items()}, **shared, scale=scale)
+            return out, self._with_reach(pool, None if reach is None else jnp.max(reach, axis=1))
+        rest = dataclasses.replace(self, pool=None, page_table=None, write_page=None)
+
+        def on_device(pool, page_table, write_page, rest, shared, **heads):
+            view = dataclasses.replace(rest, pool=pool, page_table=page_table, write_page=write_page)
+            return attend(view, **heads, **shared, scale=scale)
+
+        out, reach, pool = attend_on_mesh(
+            on_device, self.pool, kind, self.page_table, self.write_page, heads, (rest, shared)
+        )
+        return out, self._with_reach(pool, reach)
+
+    def _latent(
+        self, *, layer, q_nope, q_rope, c_kv, k_rope, w_uk, w_uv, rotary, scale
+    ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H K"] | None, LatentPool]:
+        """Output, log-sum-exp, reach if it is measured, and the pool with the block's rows."""
+        view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
+        pages = (view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary)
+        reach = None
+        if self.form == "expanded":
+            operands = (q_nope, q_rope, self.query_position, *pages, w_uk, w_uv)
+            if self._needs_xla:
+                out, lse, reach = expanded_latent_attention_with_reach(
+                    *operands,
+                    scale=scale,
+                    storage=self.storage,
+                    distances=self._distances,
+                    latent_scale=view.pool.latent_scale,
+                )
+            else:
+                out, lse = expanded_latent_attention(
+                    *operands, scale=scale, storage=self.storage, implementation=self.implementation
+                )
+            return out, lse, reach, view.pool
+        absorbed = (jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, self.query_position, self.query_offsets, *pages)
+        if self._needs_xla:
+            out, lse, reach = rotated_latent_attention_with_reach(
+                *absorbed,
+                scale=scale,
+                storage=self.storage,
+                distances=self._distances,
+                latent_scale=view.pool.latent_scale,
+            )
+        else:
+            out, lse = rotated_latent_attention(
+                *absorbed, scale=scale, storage=self.storage, implementation=self.implementation
+            )
+        return jnp.einsum("MHC,HCV->MHV", out, w_uv), lse, reach, view.pool
+
+    def _grouped(
+        self, *, layer, query, key, value, rotary, scale
+    ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"] | None, LatentPool]:
+        """As ``_latent``."""
         tokens, key_heads, _ = key.shape
         stored = self._stored_key(key, rotary)
         view = self._write(layer, value.reshape(tokens, -1), stored.reshape(tokens, -1))
@@ -127,15 +171,29 @@ class PagedView:
             rotary,
         )
         if self._needs_xla:
-            out, _, reach = rotated_grouped_attention_with_reach(
+            return *rotated_grouped_attention_with_reach(
                 *operands, key_heads=key_heads, scale=scale, storage=self.storage,
                 distances=self._distances, value_scale=view.pool.latent_scale,
-            )  # fmt: skip
-            return out, view._with_reach(reach)
-        out, _ = rotated_grouped_attention(
+            ), view.pool  # fmt: skip
+        out, lse = rotated_grouped_attention(
             *operands, key_heads=key_heads, scale=scale, storage=self.storage, implementation=self.implementation
         )
-        return out, view
+        return out, lse, None, view.pool
+
+    def with_selection(self, count: int) -> "PagedView":
+        """See ``KVView``."""
+        return indexed_view.with_selection(self, count)
+
+    def select(
+        self,
+        layer: Int[Array, ""],
+        query: Float[Array, "M I D"],
+        key: Float[Array, "M D"],
+        weights: Float[Array, "M I"],
+        rotary: RotaryTable,
+    ) -> "PagedView":
+        """See ``KVView``."""
+        return indexed_view.select(self, layer, query, key, weights, rotary)
 
     def finished_pool(self) -> LatentPool:
         """The pool after the last layer, with what was measured on the way."""
@@ -143,7 +201,7 @@ class PagedView:
             return self.pool
         assert self.pool.dependence is not None
         profile = self.dependence.T.astype(self.pool.dependence.dtype)
-        stored = self.pool.dependence.at[:, self.write_page, self.write_row].set(profile, mode="drop")
+        stored = set_rows(self.pool.dependence, self.write_page, self.write_row, profile)
         return dataclasses.replace(self.pool, dependence=stored)
 
     @property
@@ -166,10 +224,10 @@ class PagedView:
     def _distances(self) -> Distances:
         return () if self.dependence is None else DISTANCES
 
-    def _with_reach(self, reach: Float[Array, "M H K"]) -> "PagedView":
-        if self.dependence is None:
-            return self
-        return dataclasses.replace(self, dependence=jnp.maximum(self.dependence, jnp.max(reach, axis=1)))
+    def _with_reach(self, pool: LatentPool, reach: Float[Array, "M K"] | None) -> "PagedView":
+        if self.dependence is None or reach is None:
+            return dataclasses.replace(self, pool=pool)
+        return dataclasses.replace(self, pool=pool, dependence=jnp.maximum(self.dependence, reach))
 
     def _stored_key(self, key: Float[Array, "M *heads R"], rotary: RotaryTable) -> Float[Array, "M *heads R"]:
         return rotate(key, self.write_position, rotary) if self.storage == "base" else key
@@ -189,3 +247,6 @@ class PagedView:
             ),
         )
         return dataclasses.replace(self, pool=pool)
+
+
+_ATTEND = {"latent": PagedView._latent, "grouped": PagedView._grouped}

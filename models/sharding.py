@@ -1,0 +1,97 @@
+"""Where the parameters of a model lie on a mesh: logical axes of every parameter, and rules from those to mesh axes.
+
+DeepSeek's own split: heads of attention, inner widths of dense layers and the vocabulary over ``tensor``, routed
+experts over ``expert``; the small projections to the latent stand everywhere, as the latent does (arXiv 2412.19437,
+section 3.4). Multiplications are split by the compiler; attention and experts, which it cannot split, by
+``irminsul.sharded_pool`` and ``models.sharded_experts``.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from models import families
+from models.families import Family, Model
+from pallas_kernels.mesh_axes import EXPERT, TENSOR
+
+# Logical axes of the parameters that are worth splitting, by name; axes in front of these count layers, then experts.
+# A parameter that is not listed (norms, biases, projections to the latent, the router) stands whole on every device.
+AXES: Mapping[str, tuple[str | None, ...]] = {
+    "embed": ("vocab", None),
+    "head": ("vocab", None),
+    "gate": (None, "inner"),
+    "up": (None, "inner"),
+    "down": ("inner", None),
+    # latent attention
+    "q": (None, "heads", None),
+    "q_bias": ("heads", None),
+    "q_mix": ("heads", None, None),
+    "w_uk": ("heads", None, None),
+    "w_uv": ("heads", None, None),
+    "out": ("heads", None, None),
+    # grouped attention
+    "query": (None, "heads", None),
+    "query_bias": ("heads", None),
+    "key_bias": ("heads", None),
+    "value_bias": ("heads", None),
+    "key": (None, "heads", None),
+    "value": (None, "heads", None),
+}
+RULES: Mapping[str, str] = {"vocab": TENSOR, "heads": TENSOR, "inner": TENSOR, "experts": EXPERT}
+
+
+def logical_axes(path: tuple[str, ...], rank: int) -> tuple[str | None, ...]:
+    """Names of the axes of one parameter, from the last name of its path: layers and experts come first."""
+    own = AXES.get(path[-1], (None,) * rank)
+    leading = rank - len(own)
+    return (*(None, "experts")[:leading], *own)
+
+
+def partition(family: Family, config: Any, mesh: Mesh) -> Any:
+    """The tree of ``PartitionSpec`` of a model's parameters.
+
+    Raises:
+      ValueError: for an axis that the mesh does not divide evenly, by parameter.
+    """
+
+    def one(path: Any, parameter: families.Parameter) -> PartitionSpec:
+        names = tuple(entry.key for entry in path)
+        logical = logical_axes(names, len(parameter.shape))
+        axes = [RULES[name] if name and RULES[name] in mesh.shape else None for name in logical]
+        for name, axis, length in zip(logical, axes, parameter.shape, strict=True):
+            if axis is not None and length % mesh.shape[axis]:
+                raise ValueError(
+                    f"{'.'.join(names)}: {length} {name} do not divide into {axis}={mesh.shape[axis]} devices; "
+                    f"use a mesh whose {axis!r} axis divides {length}"
+                )
+        return PartitionSpec(*axes)
+
+    return jax.tree_util.tree_map_with_path(one, family.parameters(config), is_leaf=families.is_parameter)
+
+
+def shardings(family: Family, config: Any, mesh: Mesh) -> Any:
+    """``partition`` as shardings on ``mesh``."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition(family, config, mesh))
+
+
+def shard(model: Model, mesh: Mesh) -> Model:
+    """The model with its parameters laid over ``mesh``; run it under ``jax.set_mesh(mesh)``.
+
+    Raises:
+      ValueError: for an axis that the mesh does not divide evenly, by parameter.
+    """
+    params = jax.device_put(model.params, shardings(model.family, model.config, mesh))
+    rotary = jax.device_put(model.rotary, NamedSharding(mesh, PartitionSpec()))
+    return dataclasses.replace(model, params=params, rotary=rotary)
+
+
+def abstract(family: Family, config: Any, mesh: Mesh, dtype: Any) -> Any:
+    """Shapes with their shardings: what a checkpoint is restored into."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        families.abstract(family, config, dtype),
+        shardings(family, config, mesh),
+    )
