@@ -1,193 +1,30 @@
-"""Healing of a converted model: its six MLA tensors learn by distillation to say what the original says.
+"""Healing of a converted model by distillation from its original (``models/convert/distillation.py``).
 
-The six are the queries' part without position and their rotary part, the projections to the latent and to the rotary
-key, ``W_UK`` and ``W_UV`` (shared by the heads of a group, as at the start). All else is the original's and stays.
-The loss is the divergence of the original's next-token distribution from the student's, on any text. A run that is
-stopped goes on from its last checkpoint when started again.
+It learns on any text, also on text that the original writes itself (``own_text.py``). A run that is stopped goes on
+from its last checkpoint when started again.
 """
 
 import dataclasses
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 import models
+from experiments import own_text
 from experiments.errors import InputError
 from models import convert, smollm2
 from models.convert import healed
+from models.convert.distillation import HealConfig, Healing, measure, try_rates
 from models.families import Model
-from models.training.flash_view import FlashView
-from models.training.optimiser import OptimiserConfig, schedule
+from models.training.optimiser import OptimiserConfig
 from models.training.text import token_stream
-from models.training.trainer import Checkpoints, TrainState
-
-
-@dataclass(frozen=True)
-class HealConfig:
-    """Fields:
-    steps: of the whole run.
-    sequences, length: of a step.
-    microbatch: sequences whose logits are in memory at once.
-    optimiser: AdamW's.
-    dtype: of arithmetic; master weights are float32.
-    fused: cuDNN attention, an NVIDIA GPU and a 16-bit dtype.
-    """
-
-    steps: int
-    sequences: int
-    length: int
-    microbatch: int
-    optimiser: OptimiserConfig
-    dtype: str = "bfloat16"
-    fused: bool = False
-
-
-def divergences(
-    teacher: Model, student: Model, tokens: Int[Array, "B T"], fused: bool
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-    """Nats at each token: the original's divergence from the student, and the surprise of both at the next token (0 at
-    the last)."""
-
-    def one(sequence):
-        positions = jnp.arange(sequence.shape[0], dtype=jnp.int32)
-        view = FlashView(positions, fused)
-        log_teacher, log_student = (
-            jax.nn.log_softmax(model.unembed(model.forward(sequence, positions, view)[0]))
-            for model in (teacher, student)
-        )
-        log_teacher = jax.lax.stop_gradient(log_teacher)
-        divergence = jnp.sum(jnp.exp(log_teacher) * (log_teacher - log_student), axis=-1)
-        surprises = (
-            jnp.pad(-jnp.take_along_axis(log[:-1], sequence[1:, None], axis=-1)[:, 0], (0, 1))
-            for log in (log_teacher, log_student)
-        )
-        return divergence, *surprises
-
-    return jax.vmap(one)(tokens)
-
-
-@lru_cache(maxsize=4)
-def make_step(heal: HealConfig) -> tuple[Callable[..., Any], optax.GradientTransformation]:
-    """``step(state, teacher, student, tokens) -> (state, metrics)``, the state donated; and its update rule.
-
-    Gradients are summed over microbatches, so that the logits of a whole step are never in memory.
-    """
-    rate = schedule(heal.optimiser, heal.steps)
-    update = optax.chain(
-        optax.clip_by_global_norm(heal.optimiser.clip),
-        optax.adamw(rate, heal.optimiser.b1, heal.optimiser.b2, weight_decay=heal.optimiser.weight_decay),
-    )
-
-    def loss(tensors, teacher, student, tokens):
-        narrow = jax.tree.map(lambda leaf: leaf.astype(heal.dtype), tensors)
-        divergence, _, _ = divergences(teacher, healed.with_tensors(student, narrow), tokens, heal.fused)
-        return jnp.mean(divergence)
-
-    def step(state, teacher, student, tokens):
-        parts = tokens.astype(jnp.int32).reshape(-1, heal.microbatch, tokens.shape[1])
-
-        def add(total, part):
-            found = jax.value_and_grad(loss)(state.params, teacher, student, part)
-            return jax.tree.map(jnp.add, total, found), None
-
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-        (value, gradient), _ = jax.lax.scan(add, zero, parts)
-        gradient = jax.tree.map(lambda leaf: leaf / len(parts), gradient)
-        updates, optimiser = update.update(gradient, state.optimiser, state.params)
-        metrics = {"kl": value / len(parts), "gradient_norm": optax.tree.norm(gradient)}
-        return TrainState(state.step + 1, optax.apply_updates(state.params, updates), optimiser), metrics
-
-    return jax.jit(step, donate_argnums=0), update
-
-
-def fit(
-    teacher: Model,
-    student: Model,
-    heal: HealConfig,
-    stream: Int[np.ndarray, " N"],
-    *,
-    folder: Path | None = None,
-    checkpoint_every: int = 0,
-    report: Callable[[dict[str, float]], None] = lambda row: None,
-    stop_at: int | None = None,
-    deadline: float | None = None,
-) -> TrainState:
-    """Trains the six tensors of ``student``, from the newest checkpoint in ``folder`` if there is one.
-
-    Args:
-      teacher, student: in ``heal.dtype``; the student's six tensors in float32 are where a new run starts.
-      stream: token ids; step ``i`` takes the ``i``-th stretch of ``sequences * length`` of them, from the start again
-        where they end.
-      stop_at: leave after this many steps of the run.
-      deadline: leave once ``time.monotonic()`` passes it; looked at every ten steps.
-    """
-    step_function, update = make_step(heal)
-    # Copies: the state is given away at every step, the student stays.
-    tensors = healed.tensors_of(student, teacher.config.num_key_value_heads)
-    tensors = {name: jnp.array(value, jnp.float32) for name, value in tensors.items()}
-    state = TrainState(jnp.zeros((), jnp.int32), tensors, update.init(tensors))
-    checkpoints = Checkpoints(folder) if folder is not None and checkpoint_every else None
-    if checkpoints is not None:
-        state = checkpoints.restore(state) or state
-    frozen = jax.tree.map(lambda leaf: leaf.astype(heal.dtype), (teacher.params, student.params))
-    teacher, student = dataclasses.replace(teacher, params=frozen[0]), dataclasses.replace(student, params=frozen[1])
-    pending: list[Any] = []
-    clock = time.monotonic()
-    for step in range(int(state.step), min(heal.steps, stop_at or heal.steps)):
-        state, metrics = step_function(state, teacher, student, batch(stream, step, heal))
-        pending.append(metrics)
-        done = step + 1
-        if done % 10 == 0 or done == heal.steps:
-            means = {name: float(np.mean([float(row[name]) for row in pending])) for name in metrics}
-            now = time.monotonic()
-            speed = len(pending) * heal.sequences * heal.length / (now - clock)
-            report({"step": done, **means, "tokens_per_second": speed})
-            clock, pending = now, []
-            if deadline is not None and now > deadline:
-                break
-        if checkpoints is not None and done % checkpoint_every == 0:
-            checkpoints.save(state)
-    if checkpoints is not None:
-        checkpoints.close()
-    return state
-
-
-def batch(stream: Int[np.ndarray, " N"], step: int, heal: HealConfig) -> Int[np.ndarray, "B T"]:
-    """The tokens of a step, a function of the step alone."""
-    size = heal.sequences * heal.length
-    start = step % max(1, len(stream) // size) * size
-    return np.asarray(stream[start : start + size]).reshape(heal.sequences, heal.length)
-
-
-_divergences = jax.jit(divergences, static_argnames="fused")
-
-
-def measure(teacher: Model, student: Model, tokens: Int[np.ndarray, "B T"], fused: bool, size: int) -> dict[str, float]:
-    """Mean divergence and the ratio of perplexities over sequences, ``size`` of them at a time."""
-    teacher, student = (
-        dataclasses.replace(teacher, digest=""),
-        dataclasses.replace(student, digest=""),
-    )  # static: new weights compile nothing
-    run = partial(_divergences, fused=fused)
-    parts = [
-        run(teacher, student, jnp.asarray(tokens[at : at + size], jnp.int32)) for at in range(0, len(tokens), size)
-    ]
-    divergence, before, after = (np.concatenate([np.asarray(part[i]) for part in parts]) for i in range(3))
-    return {
-        "kl": float(divergence.mean()),
-        "perplexity_ratio": float(np.exp((after[:, :-1] - before[:, :-1]).mean())),
-    }
+from models.training.trainer import TrainState
 
 
 def run(config: ConfigDict, out: Path) -> dict[str, Any]:
@@ -205,10 +42,15 @@ def run(config: ConfigDict, out: Path) -> dict[str, Any]:
 def _run(config: ConfigDict, out: Path) -> dict[str, Any]:
     started = time.monotonic()
     base = models.load(config.base, jnp.float32)
-    stream = token_stream(Path(config.tokens), _tokenizer(config), None, separator=config.separator)
+    work = Path(config.work)
+    work.mkdir(parents=True, exist_ok=True)
+    stream = token_stream(Path(config.tokens), _tokenizer(config, config.tokens), None, separator=config.separator)
     conversion = _conversion(config, base, stream, out)
     converted = convert.apply(base, conversion)
-    print(f"{time.monotonic() - started:.0f} s: converted, {len(stream):,} tokens of text", flush=True)
+    _say(started, f"converted; {len(stream):,} tokens of text")
+    sources = {"": stream}
+    if config.own_tokens:
+        sources["_own"] = _own_text(config, base, stream, work, started)
     heal = HealConfig(
         steps=config.steps,
         sequences=config.sequences,
@@ -218,29 +60,44 @@ def _run(config: ConfigDict, out: Path) -> dict[str, Any]:
         dtype=config.dtype,
         fused=config.fused,
     )
-    held = config.heldout * config.length
-    training, rest = stream[:-held], stream[-held:]
+    rows = {name: source[: len(source) // heal.length * heal.length].reshape(-1, heal.length)
+            for name, source in sources.items()}  # fmt: skip
+    if min(map(len, rows.values())) < 2 * config.heldout:
+        raise ValueError(f"heldout={config.heldout} sequences are more than half of some text; give more of it")
+    held = {name: source[-config.heldout :] for name, source in rows.items()}
+    training = np.concatenate([source[: -config.heldout] for source in rows.values()])
+    training = training[np.random.default_rng(config.seed).permutation(len(training))].reshape(-1)
+    healing = Healing.of(base, converted, heal)
+    plan = _plan(config, healing, training, held[""], work / "plan.json", started)
+    healing.heal = dataclasses.replace(
+        heal, steps=plan["steps"], optimiser=dataclasses.replace(heal.optimiser, learning_rate=plan["learning_rate"])
+    )
     progress = (out / "progress.jsonl").open("a")
 
     def report(row: dict[str, float]) -> None:
         progress.write(json.dumps(row) + "\n")
         progress.flush()
-        print(f"step {row['step']:5.0f} kl {row['kl']:.4f} {row['tokens_per_second']:,.0f} tokens/s", flush=True)
+        _say(started, f"step {row['step']} kl {row['kl']:.4f} {row['tokens_per_second']:,.0f} tokens/s")
 
-    state = fit(
-        base,
-        converted,
-        heal,
+    def keep(state: TrainState) -> None:
+        healed.save(converted, healing.tensors(state), out, shard_bytes=config.shard_bytes)
+
+    state = healing.fit(
         training,
-        folder=Path(config.work) / "checkpoints",
+        folder=work / "checkpoints",
         checkpoint_every=config.checkpoint_every,
         report=report,
+        on_checkpoint=keep,
         deadline=started + config.minutes * 60 if config.minutes else None,
     )
     progress.close()
-    healed.save(converted, state.params, out, shard_bytes=config.shard_bytes)
-    figures = _figures(config, base, converted, healed.load(converted, out), rest.reshape(-1, config.length))
-    figures |= {"steps": int(state.step), "tokens": int(state.step) * config.sequences * config.length}
+    keep(state)
+    tokens = int(state.step) * config.sequences * config.length
+    about = {"steps": int(state.step), "tokens": tokens, "learning_rate": plan["learning_rate"]}
+    return _describe(config, conversion, about | _figures(config, base, converted, healed.load(converted, out), held))
+
+
+def _describe(config: ConfigDict, conversion: convert.Conversion, figures: dict[str, float]) -> dict[str, Any]:
     return {
         "title": f"Healing brings the divergence from {figures['kl_converted']:.3f} to {figures['kl_healed']:.3f} nats",
         "summary": figures,
@@ -253,16 +110,73 @@ def _run(config: ConfigDict, out: Path) -> dict[str, Any]:
     }
 
 
-def _figures(config: ConfigDict, base: Model, converted: Model, after: Model, tokens: np.ndarray) -> dict[str, float]:
+def _say(started: float, words: str) -> None:
+    print(f"{time.monotonic() - started:4.0f} s: {words}", flush=True)
+
+
+def _own_text(config: ConfigDict, base: Model, stream: np.ndarray, work: Path, started: float) -> np.ndarray:
+    """What the original writes, kept in the work folder."""
+    path = work / "own_text.npy"
+    if not path.exists():
+        tokenizer = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
+        passages = stream
+        if config.passages:
+            passages = token_stream(
+                Path(config.passages), _tokenizer(config, config.passages), None, separator=config.separator
+            )
+        narrow = dataclasses.replace(
+            base, params=jax.tree.map(lambda leaf: leaf.astype(config.dtype), base.params), digest=""
+        )
+        np.save(
+            path,
+            own_text.write(
+                narrow,
+                own_text.openings(tokenizer, passages, config.own_batch, config.own_length // 4, config.seed),
+                config.own_length,
+                config.own_tokens,
+                seed=config.seed,
+                deadline=started + config.own_minutes * 60 if config.own_minutes else None,
+                report=lambda done: _say(started, f"{done:,} tokens of its own"),
+            ),
+        )
+    return np.load(path)
+
+
+def _plan(
+    config: ConfigDict, healing: Healing, training: np.ndarray, held: np.ndarray, path: Path, started: float
+) -> dict[str, Any]:
+    """How long and how fast to learn: the rate whose first steps bring most, and as many steps as there is time for.
+
+    Kept beside the checkpoints, so that a run that is resumed goes on as it began.
+    """
+    if path.exists():
+        return json.loads(path.read_text())
+    plan: dict[str, Any] = {"steps": config.steps, "learning_rate": config.optimiser.learning_rate}
+    if config.trial_steps:
+        found, seconds = try_rates(healing, config.trial_rates, training, config.trial_steps, held)
+        plan |= {"learning_rate": min(found, key=found.get), "trials": {str(rate): kl for rate, kl in found.items()}}
+        if config.minutes:
+            left = started + config.minutes * 60 - time.monotonic()
+            plan["steps"] = max(1, int(left / seconds))
+    _say(started, f"plan {plan}")
+    path.write_text(json.dumps(plan))
+    return plan
+
+
+def _figures(
+    config: ConfigDict, base: Model, converted: Model, after: Model, held: dict[str, np.ndarray]
+) -> dict[str, float]:
     """Held-out text before and after, in the arithmetic of the run, and other text where there is some."""
     found: dict[str, float] = {}
     narrow = [
         dataclasses.replace(model, params=jax.tree.map(lambda leaf: leaf.astype(config.dtype), model.params))
         for model in (base, converted, after)
     ]
-    sets = {"": tokens}
+    sets = dict(held)
     if config.other_tokens:
-        other = token_stream(Path(config.other_tokens), _tokenizer(config), None, separator=config.separator)
+        other = token_stream(
+            Path(config.other_tokens), _tokenizer(config, config.other_tokens), None, separator=config.separator
+        )
         count = min(len(other) // config.length, config.heldout)
         sets["_other"] = other[: count * config.length].reshape(count, config.length)
     for suffix, sequences in sets.items():
@@ -273,9 +187,9 @@ def _figures(config: ConfigDict, base: Model, converted: Model, after: Model, to
     return found
 
 
-def _tokenizer(config: ConfigDict) -> Any:
+def _tokenizer(config: ConfigDict, source: str) -> Any:
     """Only text needs one."""
-    if config.tokens.endswith(".u16.xz"):
+    if source.endswith(".u16.xz"):
         return None
     loaded = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
     return loaded.backend

@@ -1,7 +1,9 @@
 """The six tensors of a converted model that healing trains, and their differences as int8.
 
 ``q`` holds queries' parts without position and their rotary parts, ``kv_down`` the projections to the latent and to the
-rotary key, ``w_uk`` and ``w_uv`` one copy for each group of heads.
+rotary key, ``w_uk`` and ``w_uv`` one copy for each group of heads. Changes are counted in units of the size of what is
+changed: directions of the latent differ by orders of magnitude, which neither one learning rate nor one scale of int8
+suits.
 """
 
 import dataclasses
@@ -21,6 +23,9 @@ from models.row_int8 import SUFFIX, dequantise, quantise
 SHARED = ("w_uk", "w_uv")
 NAMES = ("q", "kv_down", *SHARED)
 FILES = "healed-*.safetensors"
+# What a unit is the root mean square over: of each head's queries, whose damped components start near 0 and must be
+# free to grow; of each value of a row; of each direction of the latent.
+UNIT_AXES = {"q": (1, 3), "kv_down": (1,), "w_uk": (1, 2), "w_uv": (1, 3)}
 
 
 def tensors_of(model: Model, groups: int) -> dict[str, Array]:
@@ -37,6 +42,19 @@ def tensors_of(model: Model, groups: int) -> dict[str, Array]:
     return {name: attention[name][:, ::size] if name in SHARED else attention[name] for name in NAMES}
 
 
+def units(tensors: dict[str, Array]) -> dict[str, Array]:
+    """The size of each part of the tensors (``UNIT_AXES``), broadcast against them."""
+    return {
+        name: jnp.sqrt(jnp.mean(jnp.square(value), axis=UNIT_AXES[name], keepdims=True))
+        for name, value in tensors.items()
+    }
+
+
+def changed(tensors: dict[str, Array], changes: dict[str, Array]) -> dict[str, Array]:
+    """Tensors plus changes in units of their size."""
+    return {name: tensors[name] + unit * changes[name] for name, unit in units(tensors).items()}
+
+
 def with_tensors(model: Model, tensors: dict[str, Array]) -> Model:
     """The model with these tensors instead of its own; traceable. Keeps the digest: it is for training."""
     attention = dict(model.params["dense"]["attention"])
@@ -49,14 +67,19 @@ def with_tensors(model: Model, tensors: dict[str, Array]) -> Model:
 
 
 def save(converted: Model, tensors: dict[str, Array], folder: Path, *, shard_bytes: int = 14_000_000) -> None:
-    """Writes what training changed as int8 with a scale for each input of each layer, in files of about
+    """Writes what training changed, in units, as int8 with a scale for each input of each layer, in files of about
     ``shard_bytes``."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, np.ndarray]] = [{}]
     before = tensors_of(converted, tensors["w_uk"].shape[1])
+    before = {name: jnp.asarray(value, jnp.float32) for name, value in before.items()}
+    changes = {
+        name: np.asarray((tensors[name] - before[name]) / jnp.where(unit > 0, unit, jnp.inf))
+        for name, unit in units(before).items()
+    }
     for layer in range(len(before["q"])):
         for name in NAMES:
-            change = np.asarray(tensors[name][layer], np.float32) - np.asarray(before[name][layer], np.float32)
+            change = changes[name][layer]
             rows, scale = quantise(change.reshape(-1, change.shape[-1]))
             if shards[-1] and rows.nbytes + sum(part.nbytes for part in shards[-1].values()) > shard_bytes:
                 shards.append({})
@@ -77,8 +100,9 @@ def load(converted: Model, folder: Path) -> Model:
         stored |= load_file(path)
     if not stored:
         raise FileNotFoundError(f"{folder} holds no {FILES}; heal the model first")
+    before_all = tensors_of(converted, len(stored["0.w_uk"]))
     found = {}
-    for name, before in tensors_of(converted, len(stored["0.w_uk"])).items():
+    for name, before in before_all.items():
         changes = []
         for layer in range(len(before)):
             rows = stored.get(f"{layer}.{name}")
@@ -87,6 +111,7 @@ def load(converted: Model, folder: Path) -> Model:
                 raise ValueError(f"tensor {layer}.{name} has shape {shape}, the model {before.shape[1:]}; heal it anew")
             flat = dequantise(rows.reshape(-1, rows.shape[-1]), stored[f"{layer}.{name}{SUFFIX}"])
             changes.append(flat.reshape(rows.shape))
-        found[name] = (jnp.asarray(before, jnp.float32) + np.stack(changes)).astype(before.dtype)
-    model = with_tensors(converted, found)
+        found[name] = jnp.asarray(np.stack(changes))
+    after = changed({name: jnp.asarray(value, jnp.float32) for name, value in before_all.items()}, found)
+    model = with_tensors(converted, {name: value.astype(before_all[name].dtype) for name, value in after.items()})
     return families.model(model.family, model.config, jax.tree.map(jnp.asarray, model.params))
