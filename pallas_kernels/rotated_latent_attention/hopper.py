@@ -11,6 +11,7 @@ angle, ``R(-delta) q = cos q - sin Jq`` in either layout.
 
 import math
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention_reach import Distances
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
-from pallas_kernels.rotated_latent_attention import hopper_columns, hopper_reach, hopper_rows
+from pallas_kernels.rotated_latent_attention import hopper_columns, hopper_merge, hopper_reach, hopper_rows
 from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     LATENT_WIDTHS,
     PAGE_ROWS,
@@ -57,6 +58,7 @@ def rotated_latent_attention(
     rotate: bool = True,
     interpret: bool = False,
     options: hopper_rows.Options = hopper_rows.DEFAULTS,
+    merge_in_kernel: bool = True,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``; ``splits`` as for ``plan``, the rest as for ``attend``.
 
@@ -76,6 +78,7 @@ def rotated_latent_attention(
         rotate=rotate,
         interpret=interpret,
         options=options,
+        merge_in_kernel=merge_in_kernel,
     )
 
 
@@ -109,9 +112,9 @@ def rotated_latent_attention_with_reach(
         planned, q_latent, q_rope, latent_pages, rope_pages, layer, scale=scale, interpret=interpret, masses=True
     )
     assert mass is not None
-    reach = hopper_reach.reach_of_masses(planned.tiles, planned.schedule, mass, lse, distances)
-    tiles, tokens = planned.tiles, q_latent.shape[0]
-    return *_unpacked(tiles, out, lse, q_latent), unpack(tiles, reach, tokens, 0.0)
+    total = jax.nn.logsumexp(lse, axis=0)
+    reach = hopper_reach.reach_of_masses(planned.tiles, planned.schedule, mass, total, distances)
+    return *_untiled(planned.tiles, out, lse, q_latent, interpret), unpack(planned.tiles, reach, q_latent.shape[0], 0.0)
 
 
 def unsupported(
@@ -174,6 +177,7 @@ def attend(
     rotate: bool = True,
     interpret: bool = False,
     options: hopper_rows.Options = hopper_rows.DEFAULTS,
+    merge_in_kernel: bool = True,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Attention as planned.
 
@@ -193,14 +197,14 @@ def attend(
         interpret=interpret,
         options=options,
     )
-    return _unpacked(planned.tiles, out, lse, q_latent)
+    return _untiled(planned.tiles, out, lse, q_latent, interpret, merge_in_kernel)
 
 
 def _attend_tiles(
     planned, q_latent, q_rope, latent_pages, rope_pages, layer, *, scale, interpret, rotate=True, masses=False,
     options=hopper_rows.DEFAULTS,
 ):  # fmt: skip
-    """Results in tiles, their splits merged: ``[W, Q, C]``, ``[W, Q]``, and masses if they are asked for."""
+    """Results of splits, in tiles: ``[P, W, Q, C]``, ``[P, W, Q]``, and masses if they are asked for."""
     tiles, mass = planned.tiles, None
     operands = (
         planned.schedule,
@@ -215,11 +219,15 @@ def _attend_tiles(
         out, lse = hopper_columns.attend_tiles(*operands, **settings)
     else:
         out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
-    return *((out[0], lse[0]) if out.shape[0] == 1 else merge(out, lse)), mass
+    return out, lse, mass
 
 
-def _unpacked(tiles, out, lse, q_latent):
-    tokens = q_latent.shape[0]
+def _untiled(tiles, out, lse, q_latent, interpret, merge_in_kernel=True):
+    """Of every token and head, splits merged: ``[M, H, C]`` and ``[M, H]``."""
+    tokens, heads, _ = q_latent.shape
+    if out.shape[0] > 1 and merge_in_kernel:
+        return hopper_merge.merge_splits(out, lse, tiles.place, heads=heads, dtype=q_latent.dtype, interpret=interpret)
+    out, lse = (out[0], lse[0]) if out.shape[0] == 1 else merge(out, lse)
     out = unpack(tiles, out.astype(q_latent.dtype), tokens, 0.0)
     return out, unpack(tiles, lse[..., None], tokens, -jnp.inf)[..., 0]
 

@@ -28,6 +28,7 @@ from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
     TRANSFORMS,
     interpreted_product,
     reduce_rows,
+    store_transposed,
     tensor_core_product,
 )
 
@@ -58,7 +59,7 @@ def attend_tiles(
     kernel = plgpu.kernel(
         partial(_body, scale=scale, rotate=rotate, interpret=interpret),
         out_type=(
-            jax.ShapeDtypeStruct((splits * WARPGROUPS, tiles, width, heads), jnp.float32),
+            jax.ShapeDtypeStruct((splits * WARPGROUPS, tiles, heads, width), jnp.float32),
             jax.ShapeDtypeStruct((splits * WARPGROUPS, tiles, heads), jnp.float32),
         ),
         grid=(tiles, splits),
@@ -81,17 +82,15 @@ def attend_tiles(
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    rows_first = (x.swapaxes(1, 2) for x in (q_rope, right_angle(q_rope, interleaved)))
-    out, lse = kernel(
-        *(getattr(schedule, name) for name in _FIELDS),
-        *(q_latent, q_rope, *rows_first, latent_pages, rope_pages, layer),
-    )
-    return out.swapaxes(2, 3), lse
+    # In one array, so that XLA makes them in one go.
+    plain_and_turned = jnp.stack([q_rope, right_angle(q_rope, interleaved)], axis=1).swapaxes(2, 3)
+    inputs = (getattr(schedule, name) for name in _FIELDS)
+    return kernel(*inputs, q_latent, q_rope, plain_and_turned, latent_pages, rope_pages, layer)
 
 
 def _body(
     request_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref, factors_ref,
-    q_latent_ref, q_rope_ref, q_plain_ref, q_turned_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
+    q_latent_ref, q_rope_ref, q_turns_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
     *, scale, rotate, interpret, query, query_rope, latent, rope, weights, scratch,
     query_loaded, latent_loaded, rope_loaded,
 ):  # fmt: skip
@@ -125,8 +124,9 @@ def _body(
 
     def turn_query(entry):
         """The query as the keys of ``entry`` see it, into the own shared tile."""
-        plain = plgpu.load(q_plain_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-        turned = plgpu.load(q_turned_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+        queries = (q_turns_ref.at[tile, index] for index in range(2))
+        loaded = (plgpu.load(query, layout=plgpu.Layout.WGMMA, optimized=False) for query in queries)
+        plain, turned = (values.astype(jnp.float32) for values in loaded)
         halves = (factors_ref.at[request, entry, pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
         factors = (plgpu.load(half, layout=rows, optimized=False) for half in halves)
         cos, sin = (lax.broadcast_in_dim(factor, plain.shape, [0]) for factor in factors)
@@ -191,6 +191,7 @@ def _body(
     safe = jnp.where(seen, total, 1.0)
     place = WARPGROUPS * split + me
     for values, sums in zip(parts, out, strict=True):
-        out_ref.at[place, tile, values][...] = sums / lax.broadcast_in_dim(safe, sums.shape, [1])
+        mean = sums / lax.broadcast_in_dim(safe, sums.shape, [1])
+        store_transposed(out_ref.at[place, tile, :, values], mean, interpret)
     lse = (maximum + jnp.log(safe) * LOG2E) * (1 / LOG2E)
     lse_ref.at[place, tile][...] = jnp.where(seen, lse, -jnp.inf)

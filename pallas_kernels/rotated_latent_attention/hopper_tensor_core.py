@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.compat import arith, fragmented_array, ir, mosaic, vector
+from pallas_kernels.compat import arith, fragmented_array, ir, memref, mosaic, vector
 from pallas_kernels.rotated_latent_attention.hopper_schedule import PAGE_ROWS, right_angle
 
 # Tiles as TMA writes them and the tensor core reads them: rows of 64 values, 16-byte columns exchanged within a row.
@@ -146,3 +146,16 @@ def turned_by_right_angle(x: Any, interleaved: bool, interpret: bool) -> Any:
         return fragmented_array.FragmentedArray(_registers=turned, _layout=values.layout, _is_signed=None)
 
     return turn(x)
+
+
+def store_transposed(target: Any, values: Any, interpret: bool) -> None:
+    """An accumulator into a matrix in memory, rows as columns: eight neighbours of a row are one sector."""
+    if interpret:
+        target[...] = values.T
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def store(_, target, values):
+        values.foreach(lambda value, index: memref.store(value, target, [index[1], index[0]]))
+
+    store(target, values)

@@ -22,7 +22,8 @@ TILE_ROWS = 64
 class Tiles:
     """Which token and which heads each tile holds: ``W`` tiles of ``K`` tokens; a token of -1 is padding.
 
-    ``first`` and ``last`` are the least and the greatest position of a tile's tokens, -1 if it has none.
+    ``first`` and ``last`` are the least and the greatest position of a tile's tokens, -1 if it has none. ``place`` says
+    where each token stands among the tokens of all tiles, -1 if nowhere.
     """
 
     token: Int[Array, "W K"]
@@ -30,6 +31,7 @@ class Tiles:
     position: Int[Array, "W Q"]
     first: Int[Array, " W"]
     last: Int[Array, " W"]
+    place: Int[Array, " M"]
     heads: int = struct.field(pytree_node=False)
 
     @property
@@ -81,6 +83,7 @@ def tile_queries(
         position=jnp.repeat(jnp.repeat(position, rows // per_tile, axis=1), groups, axis=0),
         first=jnp.repeat(jnp.minimum(earliest, last), groups),
         last=jnp.repeat(last, groups),
+        place=jnp.arange(tokens) if per_tile == 1 else _places(token.reshape(-1), tokens),
         heads=heads,
     )
 
@@ -97,11 +100,15 @@ def unpack(tiles: Tiles, rows: Float[Array, "W Q X"], tokens: int, fill: float) 
     """Undoes ``pack``; tokens in no tile get ``fill``, or, where nothing moved, what their own tile holds."""
     if tiles.in_order:
         return rows.reshape(tokens, tiles.heads, rows.shape[-1])
-    token = tiles.token.reshape(-1)
-    values = rows.reshape(token.shape[0], tiles.heads, rows.shape[-1])
-    # Scattering places and gathering rows moves whole rows, where scattering rows would move value by value.
-    place = jnp.full(tokens, -1).at[jnp.where(token < 0, tokens, token)].set(jnp.arange(token.shape[0]), mode="drop")
-    return jnp.where((place < 0)[:, None, None], jnp.asarray(fill, rows.dtype), values[place])
+    # Gathering moves whole rows, where scattering would move them value by value.
+    values = rows.reshape(-1, tiles.heads, rows.shape[-1])[tiles.place]
+    return jnp.where((tiles.place < 0)[:, None, None], jnp.asarray(fill, rows.dtype), values)
+
+
+def _places(token: Int[Array, " K"], tokens: int) -> Int[Array, " M"]:
+    """Where each of ``tokens`` tokens stands in a list that may miss some and holds -1 beside them."""
+    at = jnp.where(token < 0, tokens, token)
+    return jnp.full(tokens, -1).at[at].set(jnp.arange(token.shape[0]), mode="drop")
 
 
 def used_entries(table: PageTable) -> Bool[Array, "B S"]:
