@@ -147,7 +147,7 @@ def test_stored_pages_are_counted_checked_copied_and_forgotten(stored, capsys):
     assert left.get("alice", 0) < pages["alice"]
     # Another model's pages are not deleted by mistake.
     assert main([*["cache", *forget], "--namespace=bob", "--dtype=bfloat16"]) == 2
-    assert "differ in model, dtype" in capsys.readouterr().err
+    assert "differ in model, and" in capsys.readouterr().err
     assert {owner.namespace: owner.pages for owner in read_contents(url).owners}["bob"] == pages["bob"]
 
 
