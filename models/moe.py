@@ -8,7 +8,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.config import MLAConfig
 from models.layers import swiglu
+from models.sharded_experts import experts_on_mesh
 from pallas_kernels.experts_swiglu.api import experts_swiglu, takes_kernel
+from pallas_kernels.mesh_axes import EXPERT, TENSOR, split_axes
 
 
 def route(
@@ -89,7 +91,8 @@ def mixture(
     """
     experts, weights = route(x, params["router"], params.get("router_bias"), config)
     matrices = [(params if stacked is None else stacked)[name] for name in EXPERT_MATRICES]
-    routed = experts_swiglu(x, experts, weights, *matrices, layer=layer, valid=valid)
+    compute = experts_on_mesh if split_axes(EXPERT, TENSOR) else experts_swiglu
+    routed = compute(x, experts, weights, *matrices, layer=layer, valid=valid)
     if not config.n_shared_experts:
         return routed
     shared = params["shared"]

@@ -33,7 +33,8 @@ def experts_swiglu(
 
     Args:
       x: hidden states.
-      experts, weights: what each token was routed to, and how much each of them counts.
+      experts, weights: what each token was routed to, and how much each of them counts. Choices of ``E`` and above are
+        nobody's and add nothing: experts that another device has.
       gate, up, down: of one layer, or of all of them, of which those of ``layer`` are read.
       valid: tokens that are none (padding) cost nothing where the kernel runs; what comes out for them means nothing.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,

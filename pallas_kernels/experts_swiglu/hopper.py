@@ -49,9 +49,7 @@ def experts_swiglu(
     multiply = partial(_multiply, tiles, layer, interpret=interpret)
     inner = multiply(x[tiles.token], (gate, up))
     outputs = multiply(inner, (down,))
-    chosen = outputs[tiles.place]
-    if valid is not None:
-        chosen = jnp.where(valid[:, None, None], chosen, 0)
+    chosen = jnp.where((experts < gate.shape[1])[..., None], outputs[tiles.place], 0)
     return jnp.einsum("MKD,MK->MD", chosen.astype(jnp.float32), weights).astype(x.dtype)
 
 

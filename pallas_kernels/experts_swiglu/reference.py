@@ -27,4 +27,5 @@ def experts_swiglu(
     outputs = jax.lax.ragged_dot(inner, down, sizes)
     # Undoing the sort by a gather and summing over a fixed axis keeps the order of summation; a scatter-add would not.
     outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
+    outputs = jnp.where((experts < gate.shape[0])[..., None], outputs, 0)
     return jnp.einsum("MKD,MK->MD", outputs.astype(jnp.float32), weights).astype(x.dtype)
