@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from models import families
-from models.families import Family, Model, Tensor
+from models.families import Architecture, Model, Tensor
 from models.row_int8 import with_row_scales
 from models.safetensors_reader import CheckpointError, Stored, read_folder
 
@@ -57,7 +57,7 @@ def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
     return families.model(family, config, read_parameters(family, config, tensors, dtype))
 
 
-def read_parameters(family: Family, config: Any, stored: Mapping[str, Stored], dtype: Any) -> Any:
+def read_parameters(family: Architecture, config: Any, stored: Mapping[str, Stored], dtype: Any) -> Any:
     """Fills the parameter tree from published tensors.
 
     Raises:
@@ -73,7 +73,7 @@ def read_parameters(family: Family, config: Any, stored: Mapping[str, Stored], d
     return jax.tree.map(jnp.asarray, filled)
 
 
-def check_tensors(family: Family, config: Any, stored: Mapping[str, Stored]) -> None:
+def check_tensors(family: Architecture, config: Any, stored: Mapping[str, Stored]) -> None:
     """Compares names and shapes with what the config asks for.
 
     Raises:
@@ -101,7 +101,7 @@ def _more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Any:
+def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
     for name in path:
         tree = tree[name]
     return tree

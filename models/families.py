@@ -85,14 +85,14 @@ class Tensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+    parts: tuple[tuple[tuple[str | int, ...], tuple[int | slice, ...]], ...]
     unpack: Callable[[np.ndarray], tuple[np.ndarray, ...]]
     pack: Callable[..., np.ndarray]
 
 
 @dataclass(frozen=True)
-class Family:
-    """The functions of one architecture; ``config`` is its own frozen dataclass throughout."""
+class Architecture:
+    """Config and weights of one architecture, whatever its layers keep; ``config`` is its own frozen dataclass."""
 
     name: str
     model_types: tuple[str, ...]
@@ -101,6 +101,12 @@ class Family:
     parameters: Callable[[Any], dict[str, Any]]
     tensors: Callable[[Any], Iterable[Tensor]]
     ignored: Callable[[Any, str], bool]
+
+
+@dataclass(frozen=True)
+class Family(Architecture):
+    """An architecture whose layers keep a row a token, and its functions."""
+
     rotary: Callable[[Any], RotaryTable]
     row_format: Callable[[Any], RowFormat]
     forward: Callable[..., tuple[Array, Any]]
@@ -191,7 +197,7 @@ def is_parameter(leaf: Any) -> bool:
     return isinstance(leaf, Parameter)
 
 
-def abstract(family: Family, config: Any, dtype: Any = jnp.bfloat16) -> Any:
+def abstract(family: Architecture, config: Any, dtype: Any = jnp.bfloat16) -> Any:
     """The parameter tree as ``jax.ShapeDtypeStruct``: shapes of any model, at no memory."""
 
     def shape(parameter: Parameter) -> jax.ShapeDtypeStruct:

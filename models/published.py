@@ -6,7 +6,7 @@ import numpy as np
 
 from models.families import Tensor
 
-Path = tuple[str, ...]
+Path = tuple[str | int, ...]
 
 
 def verbatim(name: str, shape: tuple[int, ...], path: Path, *index: int) -> Tensor:
@@ -44,3 +44,12 @@ def split_linear(name: str, sizes: tuple[int, int, int, int], uk: Path, uv: Path
         return np.concatenate([w_uk, w_uv.swapaxes(1, 2)], axis=1).reshape(heads * (nope + value), latent)
 
     return Tensor(name, (heads * (nope + value), latent), ((uk, index), (uv, index)), unpack, pack)
+
+
+def depthwise(name: str, channels: int, width: int, path: Path) -> Tensor:
+    """A depthwise convolution, published ``[channels, 1, width]``, kept ``[width, channels]``."""
+
+    def unpack(array: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (array[:, 0].T,)
+
+    return Tensor(name, (channels, 1, width), ((path, ()),), unpack, lambda part: part.T[:, None])

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import families
 import numpy as np
+import recurrent
 import torch
 import transformers
 from safetensors.numpy import load_file
@@ -36,7 +37,7 @@ def cases() -> dict[str, tuple[str, dict]]:
     found: dict[str, tuple[str, dict]] = {}
     for module in pkgutil.iter_modules(families.__path__):
         found |= importlib.import_module(f"families.{module.name}").CASES
-    return found
+    return found | recurrent.CASES
 
 
 def draw_weights(model: torch.nn.Module, draw: np.random.RandomState) -> None:
@@ -134,7 +135,7 @@ def main() -> int:
     chosen = {name: case for name, case in cases().items() if name.startswith(arguments.only)}
     failed = []
     for name, (architecture, fields) in chosen.items():
-        arrays = fixture(name, architecture, fields)
+        arrays = (recurrent if name in recurrent.CASES else sys.modules[__name__]).fixture(name, architecture, fields)
         if arguments.check:
             failed += differences(name, arrays)
         else:
