@@ -1,9 +1,7 @@
-"""Mamba2, Qwen3-Next and Kimi Linear give what ``transformers`` computes, layer by layer; fixtures by ``tools/parity``."""
+"""Mamba2, Qwen3-Next and Kimi Linear give what ``transformers`` computes, layer by layer (``tools/parity``)."""
 
-import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 
