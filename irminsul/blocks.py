@@ -87,19 +87,19 @@ def blocks_for(model: Any, mode: Mode) -> tuple[Block, ...]:
         raise ValueError(f"mode={mode!r} is unknown; choose 'deterministic' or 'fast'")
     if mode == "deterministic":
         return DETERMINISTIC_BLOCKS
-    if _on_hopper(model):
+    if on_hopper(model):
         return HOPPER_LATENT_BLOCKS if model.row_format.kind == "latent" else HOPPER_GROUPED_BLOCKS
     return LATENT_BLOCKS if model.row_format.kind == "latent" else GROUPED_BLOCKS
 
 
-def _on_hopper(model: Any) -> bool:
+def on_hopper(model: Any) -> bool:
     """Whether the model is served by the Hopper kernels."""
     return hopper_available() and model.dtype == jnp.bfloat16
 
 
 def cost_model(model: Any) -> CostModel:
     """Counts the work of a model's blocks from its parameters and the head sizes in its config."""
-    config, rows, hopper = model.config, model.row_format, _on_hopper(model)
+    config, rows, hopper = model.config, model.row_format, on_hopper(model)
     fixed = float(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
     fixed -= model.vocab_size * config.hidden_size  # the embedding is a lookup and the head runs once
     weights = HOPPER_WORK_PER_BYTE * model.dtype.itemsize * fixed if hopper else 0.0

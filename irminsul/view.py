@@ -19,6 +19,7 @@ from irminsul.sharded_pool import attend_on_mesh, set_rows
 from pallas_kernels.attention_reach import Distances
 from pallas_kernels.indexed_latent_attention.reference import Selection
 from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
+from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
@@ -46,6 +47,7 @@ class PagedView:
       storage: ``base`` or ``unrotated`` keys.
       implementation: of the attention op, None for the fastest.
       selection: rows each query attends to, where the model chooses them (``indexed_view.py``); None for all in view.
+      packed: the table's rows in the order of their positions, where a kernel reads them so; the same in every layer.
       dependence: the share of attention beyond each of ``dependence.DISTANCES``, the largest over heads and the layers
         so far; None if it is not measured.
     """
@@ -59,6 +61,7 @@ class PagedView:
     write_position: Int[Array, " M"]
     dependence: Float[Array, "M K"] | None = None
     selection: Selection | None = None
+    packed: PackedRows | None = None
     form: Form = struct.field(pytree_node=False, default="absorbed")
     storage: Storage = struct.field(pytree_node=False, default="base")
     implementation: Implementation | None = struct.field(pytree_node=False, default=None)
@@ -135,7 +138,11 @@ class PagedView:
                 )
             else:
                 out, lse = expanded_latent_attention(
-                    *operands, scale=scale, storage=self.storage, implementation=self.implementation
+                    *operands,
+                    scale=scale,
+                    storage=self.storage,
+                    packed=self.packed,
+                    implementation=self.implementation,
                 )
             return out, lse, reach, view.pool
         absorbed = (jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, self.query_position, self.query_offsets, *pages)
@@ -176,8 +183,9 @@ class PagedView:
                 distances=self._distances, value_scale=view.pool.latent_scale,
             ), view.pool  # fmt: skip
         out, lse = rotated_grouped_attention(
-            *operands, key_heads=key_heads, scale=scale, storage=self.storage, implementation=self.implementation
-        )
+            *operands, key_heads=key_heads, scale=scale, storage=self.storage, packed=self.packed,
+            implementation=self.implementation,
+        )  # fmt: skip
         return out, lse, None, view.pool
 
     def with_selection(self, count: int) -> "PagedView":

@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_grouped_attention import reference
@@ -31,6 +32,7 @@ def rotated_grouped_attention(
     key_heads: int,
     scale: float,
     storage: Storage = "base",
+    packed: PackedRows | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
     """Causal-by-position attention of ragged requests over their pages.
@@ -46,6 +48,7 @@ def rotated_grouped_attention(
       key_heads: ``J``.
       scale: softmax scale.
       storage: whether keys are stored at their ``base_position`` or ``unrotated``.
+      packed: the table's rows in the order of their positions, for the Hopper kernel; by default it packs them itself.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
         one request, widths as ``hopper.unsupported`` lists), and else XLA.
 
@@ -76,7 +79,7 @@ def rotated_grouped_attention(
         if implementation is not None or hopper.unsupported(query, key_pages, value_pages, page_table) is None:
             return hopper.rotated_grouped_attention(
                 query, query_position, value_pages, key_pages, layer, page_table, rotary,
-                key_heads=key_heads, scale=scale, storage=storage,
+                key_heads=key_heads, scale=scale, storage=storage, packed=packed,
             )  # fmt: skip
     if implementation in (None, "xla"):
         return reference.rotated_grouped_attention(

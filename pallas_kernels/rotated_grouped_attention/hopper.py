@@ -7,9 +7,14 @@ for every key head and no rotary part apart.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.packed_rows import PackedRows, rows_of_table
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
-from pallas_kernels.rotated_latent_attention.expanded_hopper import MAX_PROJECTED_BYTES, ROWS_AT_ONCE, attend_packed
+from pallas_kernels.rotated_latent_attention.expanded_hopper import (
+    MAX_PROJECTED_BYTES,
+    ROWS_AT_ONCE,
+    attend_packed,
+)
 
 
 def rotated_grouped_attention(
@@ -24,6 +29,7 @@ def rotated_grouped_attention(
     key_heads: int,
     scale: float,
     storage: Storage = "base",
+    packed: PackedRows | None = None,
     rows_at_once: int = ROWS_AT_ONCE,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
@@ -47,9 +53,10 @@ def rotated_grouped_attention(
         return rotate(key, delta, rotary), None, value
 
     row_bytes = 2 * key_heads * width * query.dtype.itemsize
+    if packed is None:
+        packed = rows_of_table(page_table, query_position, key_pages.shape[2], storage)
     return attend_packed(
-        read_rows, query, None, query_position, page_table,
-        page_size=key_pages.shape[2], value_width=width, scale=scale, storage=storage,
+        read_rows, query, None, query_position, packed, value_width=width, scale=scale,
         rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), interpret=interpret,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_latent_attention import expanded, reference
@@ -97,6 +98,7 @@ def expanded_latent_attention(
     *,
     scale: float,
     storage: Storage = "base",
+    packed: PackedRows | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
     """The same attention for one request with rows projected up to per-head keys and values, for large blocks.
@@ -110,6 +112,7 @@ def expanded_latent_attention(
       latent_pages, rope_pages, layer, rotary, scale, storage: as for ``rotated_latent_attention``.
       page_table: ``[1, S]`` entries.
       w_uk, w_uv: per-head up-projections of the latent to keys and values.
+      packed: the table's rows in the order of their positions, for the Hopper kernel; by default it packs them itself.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
         widths as ``expanded_hopper.unsupported`` lists; either storage), and else XLA.
 
@@ -141,7 +144,7 @@ def expanded_latent_attention(
         from pallas_kernels.rotated_latent_attention import expanded_hopper
 
         if implementation is not None or expanded_hopper.unsupported(q_nope, q_rope, w_uv, latent_pages) is None:
-            return expanded_hopper.expanded_latent_attention(*operands, scale=scale, storage=storage)
+            return expanded_hopper.expanded_latent_attention(*operands, scale=scale, storage=storage, packed=packed)
     _require_xla("expanded_latent_attention", implementation)
     return expanded.expanded_latent_attention(*operands, scale=scale, storage=storage)
 

@@ -11,7 +11,6 @@ every query of a tile sees take no mask, blocks that none sees are not read.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -20,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.packed_rows import NEVER, PackedRows, rows_of_table
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
-from pallas_kernels.rotated_latent_attention.reference import NEVER
 
 # Rows projected up at a time: a part costs about 70 us besides its work, and one that is mostly padding wastes it.
 ROWS_AT_ONCE = 16384
@@ -50,6 +49,7 @@ def expanded_latent_attention(
     *,
     scale: float,
     storage: Storage = "base",
+    packed: PackedRows | None = None,
     rows_at_once: int = ROWS_AT_ONCE,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
@@ -75,9 +75,10 @@ def expanded_latent_attention(
         value = jnp.einsum("NC,CX->NX", latent, up[1]).reshape(-1, heads, w_uv.shape[2])
         return key, rope, value
 
+    if packed is None:
+        packed = rows_of_table(page_table, query_position, latent_pages.shape[2], storage)
     return attend_packed(
-        expanded, q_nope, q_rope, query_position, page_table,
-        page_size=latent_pages.shape[2], value_width=w_uv.shape[2], scale=scale, storage=storage,
+        expanded, q_nope, q_rope, query_position, packed, value_width=w_uv.shape[2], scale=scale,
         rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), interpret=interpret,
     )  # fmt: skip
 
@@ -87,33 +88,33 @@ def attend_packed(
     query: Float[Array, "M H K"],
     query_rope: Float[Array, "M H R"] | None,
     query_position: Int[Array, " M"],
-    page_table: PageTable,
+    rows: PackedRows,
     *,
-    page_size: int,
     value_width: int,
     scale: float,
-    storage: Storage,
     rows_at_once: int,
     interpret: bool,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
-    """Attention of one request's queries to its visible rows, packed in the order of their positions.
+    """Attention of one request's queries to its visible rows.
 
     ``read_rows(page, row, delta, seen)`` gives keys ``[N, J, K]``, rotary keys that heads share ``[N, R]`` (or None)
     and values ``[N, J, V]`` of ``N`` rows, turned by ``delta``; where not ``seen`` they are finite.
     """
     tokens, heads = query.shape[:2]
-    capacity = page_table.page_id.shape[1] * page_size
+    capacity = rows.columns[0].shape[0]
     rows_at_once = -(-min(rows_at_once, capacity) // BLOCK_ROWS) * BLOCK_ROWS
     chunks = -(-capacity // rows_at_once)
     spare = -tokens % TILE_QUERIES
     position = jnp.pad(query_position, (0, spare), constant_values=-1)
     query, query_rope = (None if x is None else jnp.pad(x, ((0, spare), (0, 0), (0, 0))) for x in (query, query_rope))
-    rows = packed_rows(page_table, jnp.max(query_position, initial=-1), chunks * rows_at_once, storage)
+    fills = (0, 0, 0, NEVER)
+    columns = [
+        jnp.pad(column, (0, chunks * rows_at_once - capacity), constant_values=fill)
+        for column, fill in zip(rows.columns, fills, strict=True)
+    ]
 
     def attend(chunk):
-        page, row, delta, place = (
-            lax.dynamic_slice_in_dim(x, chunk * rows_at_once, rows_at_once) for x in rows.columns
-        )
+        page, row, delta, place = (lax.dynamic_slice_in_dim(x, chunk * rows_at_once, rows_at_once) for x in columns)
         key, rope, value = read_rows(page, row, delta, (place != NEVER)[:, None])
         return attend_rows(query, query_rope, position, key, rope, value, place, scale=scale, interpret=interpret)
 
@@ -125,34 +126,6 @@ def attend_packed(
         steps = -(-rows.total // rows_at_once)
         out, lse = lax.fori_loop(0, steps, lambda chunk, state: _merge(state, attend(chunk)), start)
     return out[:, :tokens].swapaxes(0, 1).astype(query.dtype), lse[:, :tokens].T
-
-
-class PackedRows(NamedTuple):
-    """Visible rows of a table in the order of their entries' positions, padded: page, row, distance to turn by and
-    position of each, the last ``NEVER`` for padding, and how many rows there are."""
-
-    columns: tuple[Int[Array, " N"], Int[Array, " N"], Int[Array, " N"], Int[Array, " N"]]
-    total: Int[Array, ""]
-
-
-def packed_rows(table: PageTable, last_position: Int[Array, ""], capacity: int, storage: Storage) -> PackedRows:
-    """Rows at or before ``last_position`` of a one-request table, ``capacity`` of them."""
-    used = table.row_begin[0] < table.row_end[0]
-    order = jnp.argsort(jnp.where(used, table.target_position[0], NEVER))
-    page, begin, end, target, base = (
-        jnp.where(used, field[0], 0)[order]
-        for field in (table.page_id, table.row_begin, table.row_end, table.target_position, table.base_position)
-    )
-    length = jnp.clip(last_position + 1 - target, 0, end - begin)
-    stop = jnp.cumsum(length)
-    slot = jnp.arange(capacity)
-    entry = jnp.minimum(jnp.searchsorted(stop, slot, side="right", method="scan_unrolled"), stop.shape[0] - 1)
-    offset = slot - (stop - length)[entry]
-    seen = slot < stop[-1]
-    position = target[entry] + offset
-    delta = jnp.where(seen, (target - base)[entry] if storage == "base" else position, 0)
-    row = jnp.where(seen, begin[entry] + offset, 0)
-    return PackedRows((page[entry], row, delta, jnp.where(seen, position, NEVER)), stop[-1])
 
 
 def unsupported(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import packed_rows
 from pallas_kernels.rotated_latent_attention import api, expanded_hopper
 from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention
 from pallas_kernels.rotated_latent_attention.reference import NEVER
@@ -36,7 +37,7 @@ def problem(rows, queries, **change):
 def test_packed_rows_are_the_visible_ones_in_order(storage):
     case = problem(331, 5, page_size=7, num_pages=211)
     last = 307
-    rows = expanded_hopper.packed_rows(case.page_table, jnp.int32(last), 400, storage)
+    rows = packed_rows.packed_rows(case.page_table, jnp.int32(last), 400, storage)
     page, row, delta, position = (np.asarray(column) for column in rows.columns)
     expected = {
         at + i: (page, begin + i, at - base if storage == "base" else at + i)

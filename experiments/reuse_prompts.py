@@ -1,0 +1,98 @@
+"""Prompts of which a chosen share was served before, at other positions, and the server that they are timed on."""
+
+import dataclasses
+import time
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from irminsul.blocks import cost_model
+from irminsul.cache import CacheConfig, ContentCache, new_cache
+from irminsul.compute import run_prefill
+from irminsul.plan import NEW
+from irminsul.policies import Policy, get_policy
+from irminsul.prefill import admit, complete, pack_batch
+
+Placement = Literal["spread", "head", "tail"]
+HEADER = 96  # fresh tokens ahead of everything, so that nothing behind them is an exact prefix
+FULL = get_policy("full")
+# Hits are looked up and served, and what the request computed is given back: every repeat finds the same cache.
+HIT = dataclasses.replace(get_policy("irminsul"), register=False)
+
+
+def compose(
+    rng: np.random.Generator, vocab: int, length: int, reused: int, placement: Placement, body: np.ndarray, span: int
+) -> np.ndarray:
+    """A prompt of ``length`` tokens, ``reused`` of them from ``body`` in order, the others new.
+
+    ``spread``: both in pieces, one of each about every ``span`` tokens. ``head``: new tokens, then old ones. ``tail``:
+    a short new header, old tokens, then the other new ones.
+    """
+    fresh = rng.integers(0, vocab, length - reused, dtype=np.int32)
+    old = body[:reused]
+    if placement == "head" or not reused:
+        return np.concatenate([fresh, old])
+    if placement == "tail":
+        return np.concatenate([fresh[:HEADER], old, fresh[HEADER:]])
+    pieces = max(1, round(length / span))
+    parts = zip(np.array_split(fresh, pieces), np.array_split(old, pieces), strict=True)
+    return np.concatenate([half for part in parts for half in part])
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """One request: milliseconds of planning, of computing, and both; its bins; positions of the computed tokens."""
+
+    plan_ms: float
+    prefill_ms: float
+    ttft_ms: float
+    bins: dict[str, int]
+    computed: np.ndarray
+
+
+@dataclasses.dataclass
+class Server:
+    """A model and its cache, without anything that an answer needs beyond its first token."""
+
+    model: Any
+    cache: ContentCache
+
+    @classmethod
+    def create(cls, model: Any, *, pool_tokens: int, max_prompt_tokens: int, dtype: str) -> "Server":
+        """An empty cache of ``pool_tokens`` that does not measure dependence."""
+        config = CacheConfig(
+            num_pages=pool_tokens // 64,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=64,
+            dtype=dtype,
+            dependence=False,
+        )
+        return cls(model, new_cache(config, model.row_format))
+
+    def submit(self, prompt: np.ndarray, policy: Policy) -> tuple[Any, Any, float]:
+        """Plans and starts computing; the logits to wait for, the plan, and milliseconds of planning."""
+        started = time.perf_counter()
+        admission = admit(self.model, self.cache, prompt, policy)
+        batch = pack_batch(admission.cache, admission.placement, admission.request)
+        planned = time.perf_counter()
+        logits, _, pool = run_prefill(
+            self.model, admission.cache.pool, batch, blocks=admission.blocks, cost=cost_model(self.model),
+            storage=admission.cache.config.storage, keep_hidden=False,
+        )  # fmt: skip
+        cache = dataclasses.replace(admission.cache, pool=pool)
+        self.cache = complete(cache, admission.request)
+        return logits, admission.request.plan, 1e3 * (planned - started)
+
+    def serve(self, prompt: np.ndarray, policy: Policy = HIT) -> Served:
+        """One request from prompt to first token."""
+        started = time.perf_counter()
+        logits, plan, plan_ms = self.submit(prompt, policy)
+        jax.block_until_ready(logits)
+        ttft_ms = 1e3 * (time.perf_counter() - started)
+        computed = np.flatnonzero(plan.bin_of_token >= NEW)
+        return Served(plan_ms, ttft_ms - plan_ms, ttft_ms, dict(plan.bins), computed)
+
+    def keep(self, prompt: np.ndarray) -> Served:
+        """Serves a prompt and keeps its rows for later ones."""
+        return self.serve(prompt, get_policy("irminsul"))
