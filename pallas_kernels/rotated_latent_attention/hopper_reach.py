@@ -26,7 +26,7 @@ def reach_of_masses(
     A group lies as far off as its nearest row, as in ``attention_reach``. Masses of entries that no query of the tile
     sees were not written and are not read.
     """
-    first = jnp.arange(0, PAGE_ROWS, GROUP_ROWS)
+    first = jnp.arange(0, PAGE_ROWS, GROUP_ROWS)[None, None]
     begin, end, origin = (field[..., None] for field in (schedule.begin, schedule.end, schedule.origin))
     used = (begin < first + GROUP_ROWS) & (end > first)
     nearest = jnp.where(used, origin + jnp.minimum(first + GROUP_ROWS, end) - 1, jnp.iinfo(jnp.int32).max)

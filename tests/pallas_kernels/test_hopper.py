@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_table import PageTable
-from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows
+from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows, reference
+from pallas_kernels.rotated_latent_attention.hopper_merge import merge_splits
 from pallas_kernels.rotated_latent_attention.hopper_splits import MULTIPROCESSORS, tuned_splits
-from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, merge, pack, split_pairs, tile_queries, unpack
+from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, pack, split_pairs, tile_queries, unpack
 from tests.pallas_kernels.latent_oracle import oracle, random_problem
 from tests.tolerances import assert_close
 
@@ -85,24 +86,31 @@ def test_splits_share_the_visible_pairs(splits):
         assert np.all(np.diff(bounds) >= 0)
 
 
-def test_merge_is_one_softmax():
+def test_merge_is_one_softmax(capfd):
+    """More splits than are in flight at once, rows that some splits or all of them see nothing of, tokens nowhere."""
+    splits, tiles, heads, width = 19, 2, 2, 128
     rng = np.random.default_rng(1)
-    scores, values = rng.standard_normal((1, TILE_ROWS, 35)), rng.standard_normal((35, 5))
-    scores[0, 3], scores[0, 7, :14] = -np.inf, -np.inf
-
-    def attend(part):
-        lse = jax.nn.logsumexp(jnp.asarray(scores[..., part], jnp.float32), axis=-1)
-        weights = np.exp(scores[..., part] - np.where(np.isinf(lse), 0, lse)[..., None])
-        return jnp.asarray(weights @ values[part], jnp.float32), lse
-
-    parts = [attend(part) for part in (slice(0, 14), slice(14, 15), slice(15, 35))]
-    out, lse = merge(*(jnp.stack(x) for x in zip(*parts, strict=True)))
-    expected_out, expected_lse = attend(slice(None))
-    assert_close(out, expected_out)
-    assert np.array_equal(lse[0, 3], -np.inf)
-    assert not np.any(out[0, 3])
-    seen = np.arange(TILE_ROWS) != 3
-    assert_close(lse[0, seen], expected_lse[0, seen])
+    lse = rng.standard_normal((splits, tiles, 2 * heads)).astype(np.float32) * 9
+    out = rng.standard_normal((*lse.shape, width)).astype(np.float32)
+    lse[:, 0, 1], lse[5:, 1, 0] = -np.inf, -np.inf
+    place = jnp.asarray([3, -1, 0, 2], jnp.int32)
+    merged, total = merge_splits(
+        jnp.asarray(out), jnp.asarray(lse), place, heads=heads, dtype=jnp.dtype("float32"), interpret=True
+    )
+    assert "RACE" not in capfd.readouterr().out
+    with np.errstate(divide="ignore"):
+        expected_total = np.log(np.exp(lse.astype(np.float64)).sum(axis=0))
+    weights = np.exp(lse - np.where(np.isinf(expected_total), 0, expected_total))
+    expected = (weights[..., None] * out).sum(axis=0).reshape(-1, heads, width)
+    expected_total = expected_total.reshape(-1, heads)
+    for token, at in enumerate((3, None, 0, 2)):
+        if at is None or token == 2:
+            assert np.all(np.isinf(total[token, slice(None) if at is None else 1]))
+            assert not np.any(merged[token, slice(None) if at is None else 1])
+        if at is not None:
+            assert_close(merged[token], expected[at])
+            seen = np.isfinite(expected_total[at])
+            assert_close(total[token, seen], expected_total[at, seen])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,12 @@ def test_interpreted_kernels_against_the_oracle(heads, rows, queries, splits, in
         3, heads=heads, rows=rows, queries=queries, latent_width=128, rope_width=64, page_size=64, num_pages=29,
         interleaved=interleaved, dtype="bfloat16",
     )  # fmt: skip
-    out, lse = hopper.rotated_latent_attention(*problem.arguments(), scale=problem.scale, splits=splits, interpret=True)
+    settings = {"scale": problem.scale, "splits": splits, "interpret": True}
+    if heads == 64:
+        settings["distances"] = (7, 32, 64)
+        out, lse, reach = hopper.rotated_latent_attention_with_reach(*problem.arguments(), **settings)
+    else:
+        out, lse = hopper.rotated_latent_attention(*problem.arguments(), **settings)
     assert "RACE" not in capfd.readouterr().out
     expected_out, expected_lse = oracle(problem)
     out, lse = np.asarray(out, np.float64), np.asarray(lse)
@@ -126,6 +139,12 @@ def test_interpreted_kernels_against_the_oracle(heads, rows, queries, splits, in
     assert np.array_equal(seen, np.isfinite(lse))
     assert_close(lse[seen], expected_lse[seen], atol=1e-3)
     assert not np.any(out[~seen])
+    if heads == 64:
+        measured = reference.rotated_latent_attention_with_reach(
+            *problem.arguments(), scale=problem.scale, distances=settings["distances"]
+        )
+        assert_close(reach, measured[2], atol=1e-3, rtol=0)
+        assert 0.1 < float(jnp.max(reach[..., 2])) < float(jnp.max(reach[..., 0]))
 
 
 def test_the_race_detector_sees_missing_barriers(monkeypatch, capfd):

@@ -1,0 +1,61 @@
+"""Rotated latent attention that also measures how far to its left each query looks, on whatever runs it fastest."""
+
+import jax
+from jaxtyping import Array, Float, Int, Real
+
+from pallas_kernels.attention_reach import Distances
+from pallas_kernels.page_table import PageTable, Storage
+from pallas_kernels.rotary import RotaryTable
+from pallas_kernels.rotated_latent_attention import api, reference
+
+
+def rotated_latent_attention_with_reach(
+    q_latent: Float[Array, "M H C"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    query_offsets: Int[Array, " B1"],
+    latent_pages: Real[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G W"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    *,
+    scale: float,
+    storage: Storage = "base",
+    distances: Distances,
+    latent_scale: Float[Array, "L N G"] | None = None,
+    implementation: api.Implementation | None = None,
+) -> tuple[Float[Array, "M H C"], Float[Array, "M H"], Float[Array, "M H K"]]:
+    """``api.rotated_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
+
+    ``latent_scale`` is that of quantised rows, which only XLA reads. None as ``implementation`` takes the Hopper kernel
+    where ``api.rotated_latent_attention`` would.
+
+    Raises:
+      NotImplementedError: if the named implementation does not measure reach, cannot run on this device or does not
+        take these shapes.
+    """
+    operands = (
+        q_latent,
+        q_rope,
+        query_position,
+        query_offsets,
+        latent_pages,
+        rope_pages,
+        layer,
+        page_table,
+        rotary,
+    )
+    settings = {"scale": scale, "storage": storage, "distances": distances}
+    if implementation in (None, "mosaic_gpu") and api.hopper_available() and distances and latent_scale is None:
+        # Imported on demand: Mosaic is large and nothing else needs it.
+        from pallas_kernels.rotated_latent_attention import hopper
+
+        if implementation is not None or hopper.unsupported(q_latent, latent_pages, rope_pages, storage) is None:
+            return hopper.rotated_latent_attention_with_reach(*operands, **settings)
+    if implementation not in (None, "xla"):
+        raise NotImplementedError(
+            f"rotated_latent_attention_with_reach: implementation={implementation!r} does not measure reach on "
+            f"{jax.devices()[0].device_kind!r}, or not of quantised rows; use implementation='xla' or None"
+        )
+    return reference.rotated_latent_attention_with_reach(*operands, **settings, latent_scale=latent_scale)
