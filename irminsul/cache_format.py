@@ -17,7 +17,7 @@ from irminsul.cache import CacheConfig
 from irminsul.dependence import DEPENDENCE_DTYPE, DISTANCES
 from pallas_kernels.rotary import RotaryTable
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class CacheFormat:
       version: of the stored form.
       model: digest of the weights; empty for a cache that only plans.
       kind, num_layers, latent_width, rope_width, rope_heads: of a row (``Model.row_format``).
+      index_layers, index_width, index_interleaved: of the indexer keys beside them.
       interleaved: rotary pairs ``(2f, 2f+1)``, else ``(f, f+F)``.
       rotary: digest of the frequencies, those of YaRN and of single layers included.
       dtype: of the rows.
@@ -44,6 +45,9 @@ class CacheFormat:
     latent_width: int
     rope_width: int
     rope_heads: int
+    index_layers: int
+    index_width: int
+    index_interleaved: bool
     interleaved: bool
     rotary: str
     dtype: str
@@ -62,6 +66,9 @@ class CacheFormat:
             "rope_width": 0,
             "interleaved": False,
             "rope_heads": 0,
+            "index_layers": 0,
+            "index_width": 0,
+            "index_interleaved": False,
         }
         if model is not None:
             row = dataclasses.asdict(model.row_format)

@@ -21,13 +21,15 @@ class LatentPool:
 
     ``dependence`` says of each token how far left its attention went when its rows were computed (``dependence.py``);
     None where the cache does not keep it. ``latent_scale`` is what the codes of quantised latents are multiplied by
-    (``row_quantisation.py``). The second axis of every array counts pages.
+    (``row_quantisation.py``). ``index_pages`` holds indexer keys, of the ``F`` layers that choose what they attend to
+    (``indexed_view.py``). The second axis of every array counts pages.
     """
 
     latent_pages: Real[Array, "L N G C"]
     rope_pages: Float[Array, "L N G R"]
     dependence: Float[Array, "K N G"] | None = None
     latent_scale: Float[Array, "L N G"] | None = None
+    index_pages: Float[Array, "F N G D"] | None = None
 
     @property
     def num_pages(self) -> int:
@@ -66,6 +68,11 @@ def new_pool(
         ),
         dependence=jnp.zeros((len(DISTANCES), *shape[1:]), DEPENDENCE_DTYPE) if dependence else None,
         latent_scale=jnp.ones(shape, jnp.float32) if quantised else None,
+        index_pages=jnp.zeros(
+            (row_format.index_layers, *shape[1:], row_format.index_width), KEY_DTYPE if quantised else dtype
+        )
+        if row_format.index_layers
+        else None,
     )
 
 

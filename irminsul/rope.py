@@ -77,7 +77,7 @@ def last_token(
     tokens = (rows + 1) % model.vocab_size
     positions = begin + rows - jnp.where(rows < CONTEXT, delta, 0)
 
-    def run(pool: LatentPool, part: slice, entries: list[tuple[Any, ...]]) -> tuple[Array, LatentPool]:
+    def run(pool: LatentPool, part: slice, entries: list[tuple[Any, ...]]) -> tuple[Array, PagedView]:
         table = PageTable(*(jnp.stack([jnp.int32(entry[i]) for entry in entries])[None] for i in range(5)))
         position, row = positions[part], rows[part]
         offsets = jnp.array([0, len(position)], jnp.int32)
@@ -89,7 +89,9 @@ def last_token(
     pool = new_pool(model.row_format, axis_size(SEQUENCE), CONTEXT + 1, config.dtype)
     _, view = run(pool, slice(0, CONTEXT), [(0, 0, CONTEXT, start, start)])
     last = begin + CONTEXT
-    hidden, view = run(view.pool, slice(CONTEXT, None), [(0, 0, CONTEXT, begin, start), (0, CONTEXT, CONTEXT + 1, last, last)])
+    hidden, view = run(
+        view.pool, slice(CONTEXT, None), [(0, 0, CONTEXT, begin, start), (0, CONTEXT, CONTEXT + 1, last, last)]
+    )
     hidden = hidden[0].astype(jnp.float32)
     if view.selection is None:
         return (hidden,)

@@ -35,6 +35,8 @@ def bytes_per_token(row_format: Any, dtype: str) -> int:
     """Bytes that one token's rows take in all layers, dependence aside."""
     layers, latent, rope = row_format.num_layers, row_format.latent_width, row_format.rope_width
     size = jnp.dtype(dtype).itemsize
+    index = row_format.index_layers * row_format.index_width
     if is_quantised(dtype):
-        return layers * (latent * size + 4 + rope * jnp.dtype(KEY_DTYPE).itemsize)
-    return layers * (latent + rope) * size
+        key = jnp.dtype(KEY_DTYPE).itemsize
+        return layers * (latent * size + 4 + rope * key) + index * key
+    return (layers * (latent + rope) + index) * size

@@ -45,6 +45,7 @@ def pool_specs(pool: LatentPool, kind: str) -> LatentPool:
         rope_pages=rows,
         dependence=None if pool.dependence is None else scalars,
         latent_scale=None if pool.latent_scale is None else scalars,
+        index_pages=None if pool.index_pages is None else spec(None, SEQUENCE, None, None, among=axes),
     )  # type: ignore[arg-type]  # a tree of specs in the shape of a pool
 
 

@@ -41,7 +41,6 @@ REFUSED = {
     "recurrent_gemma": "some of its layers keep a recurrent state",
     "minimax": "some of its layers keep a recurrent state",
     "deepseek_v4": "its cache rows aggregate several tokens",
-    "deepseek_v32": "its indexer keys are rotated by a rule of their own",
 }
 
 
@@ -51,6 +50,9 @@ class RowFormat:
 
     "latent": ``latent_width = C`` values without position and one rotary key of ``rope_width = R``. "grouped":
     ``latent_width = J * D`` values and ``rope_heads = J`` rotary keys, together ``rope_width = J * D`` wide.
+
+    Where attention is sparse ``index_layers`` of the layers keep an indexer key of ``index_width`` values as well, the
+    first ``rope_width`` of them rotated by the same frequencies, in the layout ``index_interleaved``.
     """
 
     kind: Literal["latent", "grouped"]
@@ -59,6 +61,9 @@ class RowFormat:
     rope_width: int
     interleaved: bool
     rope_heads: int = 1
+    index_layers: int = 0
+    index_width: int = 0
+    index_interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,10 +140,7 @@ class Model:
 
     def first_layers(self, count: int) -> "Model":
         """The model without the layers behind its first ``count``, for what only needs their rows."""
-        changes: dict[str, Any] = {"num_hidden_layers": min(count, self.row_format.num_layers)}
-        if getattr(self.config, "rope_indices", None) is not None:
-            changes["rope_indices"] = self.config.rope_indices[:count]
-        config = dataclasses.replace(self.config, **changes)
+        config = self.config.first_layers(count)
 
         def cut(parameter: Parameter, leaf: Array) -> Array:
             return leaf if leaf.shape == parameter.shape else leaf[: parameter.shape[0]]

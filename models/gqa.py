@@ -7,6 +7,7 @@ arXiv 2305.13245). Keys go to the KV view before rotation, as everywhere.
 Letters: ``M`` tokens, ``D`` hidden size, ``H`` query heads, ``J`` key heads, ``K`` = ``head_dim``, ``L`` layers.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -80,6 +81,10 @@ class GQAConfig:
     @property
     def head_norm(self) -> bool:
         return self.model_type == "qwen3"
+
+    def first_layers(self, count: int) -> "GQAConfig":
+        """The config without the layers behind the first ``count``."""
+        return dataclasses.replace(self, num_hidden_layers=min(count, self.num_hidden_layers))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "GQAConfig":

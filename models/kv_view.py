@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.rotary import RotaryTable, rotate
+from pallas_kernels.rotary import RotaryTable, rotate, rotate_leading
 
 
 class KVView(Protocol):
@@ -48,12 +48,50 @@ class KVView(Protocol):
         """GQA/MHA with ``J`` key heads: stores keys and values of the block at ``layer`` and attends."""
         ...
 
+    def with_selection(self, count: int) -> Any:
+        """The view of a model whose layers choose ``count`` tokens to attend to; ``select`` comes before
+        ``attend_latent`` then."""
+        ...
+
+    def select(
+        self,
+        layer: Int[Array, ""],
+        query: Float[Array, "M I D"],
+        key: Float[Array, "M D"],
+        weights: Float[Array, "M I"],
+        rotary: RotaryTable,
+    ) -> Any:
+        """Stores the block's indexer keys and chooses, for each token, those in view with the highest
+        ``sum_i weights_i relu(query_i . key)``. A negative ``layer`` keeps the former choice and stores nothing.
+
+        Queries arrive rotated, keys before rotation; ``rotary`` turns the first values of a key.
+        """
+        ...
+
 
 @struct.dataclass
 class DenseView:
-    """No cache: causal attention among the tokens of one sequence. Stateless, exact, differentiable."""
+    """No cache: causal attention among the tokens of one sequence. Exact and differentiable; nothing but the choice of
+    sparse attention passes from layer to layer."""
 
     positions: Int[Array, " M"]
+    chosen: Bool[Array, "M M"] | None = None
+    count: int = struct.field(pytree_node=False, default=0)
+
+    def with_selection(self, count):
+        """Room for a choice."""
+        tokens = self.positions.shape[0]
+        return self.replace(chosen=jnp.zeros((tokens, tokens), bool), count=min(count, tokens))
+
+    def select(self, layer, query, key, weights, rotary):
+        """Ranks the tokens of the sequence by their indexer keys."""
+        key = rotate_leading(key, self.positions, rotary)
+        scores = jax.nn.relu(jnp.einsum("MID,ND->MIN", query, key, preferred_element_type=jnp.float32))
+        scores = jnp.einsum("MIN,MI->MN", scores, weights)
+        scores = jnp.where(self.positions[:, None] >= self.positions[None, :], scores, -jnp.inf)
+        best = jax.lax.top_k(scores, self.count)[1]
+        chosen = jnp.zeros_like(self.chosen).at[jnp.arange(len(best))[:, None], best].set(True)
+        return self.replace(chosen=jnp.where(layer >= 0, chosen, self.chosen))
 
     def attend_latent(self, layer, q_nope, q_rope, c_kv, k_rope, w_uk, w_uv, rotary, scale):
         """Expanded attention: keys and values are projected up once, as in training."""
@@ -74,6 +112,8 @@ class DenseView:
         query = query.reshape(tokens, groups, heads // groups, -1)
         scores = jnp.einsum("MJQD,NJD->JQMN", query, key, preferred_element_type=jnp.float32) * scale
         visible = self.positions[:, None] >= self.positions[None, :]
+        if self.chosen is not None:
+            visible = visible & self.chosen
         weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
         out = jnp.einsum("JQMN,NJV->MJQV", weights.astype(value.dtype), value)
         return out.reshape(tokens, heads, -1)

@@ -28,6 +28,17 @@ def rms_norm(x: Float[Array, "*batch D"], weight: Float[Array, " D"], epsilon: f
     return wide.astype(x.dtype) * jnp.broadcast_to(weight, x.shape)
 
 
+def layer_norm(
+    x: Float[Array, "*batch D"], weight: Float[Array, " D"], bias: Float[Array, " D"], epsilon: float
+) -> Float[Array, "*batch D"]:
+    """Norm of mean 0 and variance 1 in float32 (arXiv 1607.06450)."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    weight, bias = (jnp.broadcast_to(part.astype(jnp.float32), x.shape) for part in (weight, bias))
+    return (wide * weight + bias).astype(x.dtype)
+
+
 def swiglu(
     x: Float[Array, "*batch D"], gate: Float[Array, "D F"], up: Float[Array, "D F"], down: Float[Array, "F D"]
 ) -> Float[Array, "*batch D"]:

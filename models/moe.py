@@ -18,24 +18,26 @@ def route(
 ) -> tuple[Int[Array, "M K"], Float[Array, "M K"]]:
     """Experts of each token and their float32 weights, scaled by ``routed_scaling_factor``.
 
-    ``greedy`` takes the largest softmax scores, ``group_limited_greedy`` those within the ``topk_group`` groups that
-    hold the largest ones. ``noaux_tc`` chooses by sigmoid score plus ``bias``, groups by the sum of their best two,
-    and weights by the score alone: the bias balances load and takes no part in the output.
+    Scores are sigmoids or a softmax of the logits (``scoring_func``). ``greedy`` takes the largest,
+    ``group_limited_greedy`` those within the ``topk_group`` groups that hold the largest ones, ``group_limited_top2``
+    within the groups whose best two have the largest sum. ``noaux_tc`` chooses as the latter by score plus ``bias`` and
+    weights by the score alone: the bias balances load and takes no part in the output.
     """
     assert config.num_experts_per_tok is not None
     logits = jnp.einsum(
         "MD,DE->ME", x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
+    scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     if config.topk_method == "noaux_tc":
         assert bias is not None
-        scores = jax.nn.sigmoid(logits)
         choice = scores + jnp.broadcast_to(bias, scores.shape)
         choice = jnp.where(_in_kept_groups(choice, config, ranked_by=2), choice, -jnp.inf)
         experts = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     else:
-        scores = choice = jax.nn.softmax(logits, axis=-1)
-        if config.topk_method == "group_limited_greedy":
-            choice = jnp.where(_in_kept_groups(choice, config, ranked_by=1), choice, 0.0)
+        choice = scores
+        if config.topk_method != "greedy":
+            ranked_by = 2 if config.topk_method == "group_limited_top2" else 1
+            choice = jnp.where(_in_kept_groups(choice, config, ranked_by=ranked_by), choice, 0.0)
         experts = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
@@ -90,9 +92,15 @@ def mixture(
       valid: tokens that are not padding; what comes out for the others means nothing.
     """
     experts, weights = route(x, params["router"], params.get("router_bias"), config)
+    unused = experts >= (config.n_routed_experts or 0)  # experts that return their input
+    if config.zero_expert_num:
+        kept = jnp.sum(jnp.where(unused, weights, 0.0), axis=-1)
+        experts, weights = jnp.where(unused, 0, experts), jnp.where(unused, 0.0, weights)
     matrices = [(params if stacked is None else stacked)[name] for name in EXPERT_MATRICES]
     compute = experts_on_mesh if split_axes(EXPERT, TENSOR) else experts_swiglu
     routed = compute(x, experts, weights, *matrices, layer=layer, valid=valid)
+    if config.zero_expert_num:
+        routed = routed + (x.astype(jnp.float32) * kept[:, None]).astype(x.dtype)
     if not config.n_shared_experts:
         return routed
     shared = params["shared"]

@@ -46,6 +46,31 @@ def split_linear(name: str, sizes: tuple[int, int, int, int], uk: Path, uv: Path
     return Tensor(name, (heads * (nope + value), latent), ((uk, index), (uv, index)), unpack, pack)
 
 
+def linears(name: str, sizes: tuple[int, int, int], path: Path, *index: int) -> Tensor:
+    """Linear layers of all experts in one tensor ``[E, out, in]``, kept as ``[E, in, out]``."""
+    experts, inputs, outputs = sizes
+    return Tensor(
+        name,
+        (experts, outputs, inputs),
+        ((path, index),),
+        lambda array: (array.swapaxes(1, 2),),
+        lambda part: part.swapaxes(1, 2),
+    )
+
+
+def fused_gate_up(name: str, sizes: tuple[int, int, int], gate: Path, up: Path, *index: int) -> Tensor:
+    """``gate_up_proj`` of all experts ``[E, 2 F, D]``, gate above up; kept as two ``[E, D, F]``."""
+    experts, width, inner = sizes
+
+    def unpack(array: np.ndarray) -> tuple[np.ndarray, ...]:
+        return array[:, :inner].swapaxes(1, 2), array[:, inner:].swapaxes(1, 2)
+
+    def pack(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+        return np.concatenate([gate.swapaxes(1, 2), up.swapaxes(1, 2)], axis=1)
+
+    return Tensor(name, (experts, 2 * inner, width), ((gate, index), (up, index)), unpack, pack)
+
+
 def depthwise(name: str, channels: int, width: int, path: Path) -> Tensor:
     """A depthwise convolution, published ``[channels, 1, width]``, kept ``[width, channels]``."""
 

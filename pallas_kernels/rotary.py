@@ -96,3 +96,10 @@ def rotate(x: Float[Array, "*batch R"], delta: Int[Array, "*some"], table: Rotar
     turned = apply_rotation(x, cos, sin, table.interleaved)
     # Turning by 0 would be exact but for the sign of a zero.
     return jnp.where(delta.reshape(*shape, 1) == 0, x, turned)
+
+
+def rotate_leading(
+    x: Float[Array, "*batch D"], delta: Int[Array, "*some"], table: RotaryTable
+) -> Float[Array, "*batch D"]:
+    """Turns the first ``R`` of ``D`` values by ``delta`` as ``rotate`` does; the rest have no position."""
+    return jnp.concatenate([rotate(x[..., : table.width], delta, table), x[..., table.width :]], axis=-1)

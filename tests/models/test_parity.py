@@ -14,9 +14,12 @@ from models.checkpoint import read_parameters
 from models.families import Model
 from models.kv_view import DenseView
 from models.safetensors_reader import stored_array
+from models.variants import CONVERTED, VARIANTS
 from tests.tolerances import PARITY, assert_close
 
-FIXTURES = sorted((Path(__file__).parents[1] / "fixtures" / "parity").glob("deepseek*.npz"))
+FOLDER = Path(__file__).parents[1] / "fixtures" / "parity"
+RELATIVES = ("deepseek", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "mistral4", "youtu")
+FIXTURES = sorted(path for path in FOLDER.glob("*.npz") if path.stem.startswith(RELATIVES))
 
 
 def load_fixture(path):
@@ -34,7 +37,7 @@ def load_fixture(path):
 
 @jax.jit
 def run(model, tokens, positions):
-    """Residual stream after each layer, and logits from the last one."""
+    """Residual stream after each published layer, and logits from the last one."""
     states = mla.hidden_states(model.params, model.rotary, model.config, tokens, positions, DenseView(positions))
     hidden = layers.rms_norm(states[-1], model.params["norm"], model.config.rms_norm_eps)
     return states, model.unembed(hidden)
@@ -46,6 +49,11 @@ def test_parity_with_transformers(path):
     states, logits = run(model, arrays["tokens"], arrays["positions"])
     assert_close(states, arrays["hidden"], **PARITY)
     assert_close(logits, arrays["logits"], **PARITY)
+
+
+def test_there_is_a_fixture_for_every_published_variant():
+    found = {json.loads(str(np.load(path)["config"]))["model_type"] for path in FIXTURES}
+    assert set(VARIANTS) - {CONVERTED, "mistral_large_3"} == found  # what transformers has no model of is named
 
 
 def test_forward_is_the_norm_of_the_last_state():
