@@ -43,7 +43,10 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     try:
         with jax.default_matmul_precision("highest"):
             study = Study(config, out)
-            return convert_report.describe(config, list(study.measure()), study.notes())
+            rows = list(study.measure())
+            if config.share[1] > 1:
+                return {"title": f"{len(rows)} measurements, a share", "summary": {"rows": len(rows)}, "rows": []}
+            return convert_report.describe(config, rows, study.notes())
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise InputError(str(error)) from error
 
@@ -75,7 +78,7 @@ class Study:
         ]
 
     def measure(self) -> Iterator[Row]:
-        """Rows of every variant, in order; those measured before are read."""
+        """Rows of every variant of this share, in order; those measured before are read."""
         wanted: list[tuple[str, Callable[[str, Model], Row]]] = [
             ("text", self._text),
             *((task, partial(self._questions, task)) for task in self.sizes.questions),
@@ -83,7 +86,10 @@ class Study:
             ("text_long", self._long_text),
             ("shift", self._shift),
         ]
-        for name, build in self._variants():
+        share, shares = self.config.share
+        for index, (name, build) in enumerate(self._variants()):
+            if index % shares != share:
+                continue
             model = None
             for task, measure in wanted:
                 if task == "shift" and name != self.config.main:

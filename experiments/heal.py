@@ -16,14 +16,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import models
-from experiments import own_text
+from experiments import calibrate, own_text
 from experiments.errors import InputError
-from models import convert, smollm2
+from models import convert
 from models.convert import healed
 from models.convert.distillation import HealConfig, Healing, measure, try_rates
 from models.families import Model
 from models.training.optimiser import OptimiserConfig
-from models.training.text import token_stream
 from models.training.trainer import TrainState
 
 
@@ -44,13 +43,17 @@ def _run(config: ConfigDict, out: Path) -> dict[str, Any]:
     base = models.load(config.base, jnp.float32)
     work = Path(config.work)
     work.mkdir(parents=True, exist_ok=True)
-    stream = token_stream(Path(config.tokens), _tokenizer(config, config.tokens), None, separator=config.separator)
-    conversion = _conversion(config, base, stream, out)
-    converted = convert.apply(base, conversion)
-    _say(started, f"converted; {len(stream):,} tokens of text")
+    stream = calibrate.text(config, config.tokens)
+    _say(started, f"{len(stream):,} tokens of text")
     sources = {"": stream}
     if config.own_tokens:
         sources["_own"] = _own_text(config, base, stream, work, started)
+    if config.conversion:
+        conversion = convert.load(config.conversion)
+    else:
+        conversion = calibrate.convert_on(config, base, stream, out)
+    converted = convert.apply(base, conversion)
+    _say(started, "converted")
     heal = HealConfig(
         steps=config.steps,
         sequences=config.sequences,
@@ -118,12 +121,8 @@ def _own_text(config: ConfigDict, base: Model, stream: np.ndarray, work: Path, s
     """What the original writes, kept in the work folder."""
     path = work / "own_text.npy"
     if not path.exists():
-        tokenizer = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
-        passages = stream
-        if config.passages:
-            passages = token_stream(
-                Path(config.passages), _tokenizer(config, config.passages), None, separator=config.separator
-            )
+        tokenizer = calibrate.load_tokenizer(config.base)
+        passages = calibrate.text(config, config.passages) if config.passages else stream
         narrow = dataclasses.replace(
             base, params=jax.tree.map(lambda leaf: leaf.astype(config.dtype), base.params), digest=""
         )
@@ -174,9 +173,7 @@ def _figures(
     ]
     sets = dict(held)
     if config.other_tokens:
-        other = token_stream(
-            Path(config.other_tokens), _tokenizer(config, config.other_tokens), None, separator=config.separator
-        )
+        other = calibrate.text(config, config.other_tokens)
         count = min(len(other) // config.length, config.heldout)
         sets["_other"] = other[: count * config.length].reshape(count, config.length)
     for suffix, sequences in sets.items():
@@ -185,30 +182,3 @@ def _figures(
                 found[f"{figure}_{name}{suffix}"] = value
                 print(f"{figure}_{name}{suffix} {value:.4f}", flush=True)
     return found
-
-
-def _tokenizer(config: ConfigDict, source: str) -> Any:
-    """Only text needs one."""
-    if source.endswith(".u16.xz"):
-        return None
-    loaded = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
-    return loaded.backend
-
-
-def _conversion(config: ConfigDict, base: Model, stream: np.ndarray, out: Path) -> convert.Conversion:
-    """The one named, or a new one calibrated on the first tokens of the stream and kept in ``out``."""
-    if config.conversion:
-        return convert.load(config.conversion)
-    sequences: list[np.ndarray] = []
-    read = 0
-    for count, length in config.calibration:
-        block = np.asarray(stream[read : read + count * length], np.int32)
-        sequences += list(block.reshape(-1, length))
-        read += block.size
-    with jax.default_matmul_precision("highest"):
-        statistics = convert.calibrate(base, sequences)
-    conversion = convert.convert(base, statistics, method=config.method, rope_width=config.rope_width, rank=config.rank)
-    convert.save(
-        conversion, out, base=config.base, calibration_tokens=read, calibration_length=max(map(len, sequences))
-    )
-    return convert.load(out)  # as stored, so that the differences are to what will be loaded

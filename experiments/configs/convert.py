@@ -44,6 +44,9 @@ def get_config() -> ConfigDict:
             },
             "shift": 257,
             "batch": 8,  # prompts generated for at once
+            # Variants from the first number on, every second number. Shares can run side by side; their measured.jsonl,
+            # one behind another in the folder of a run with (0, 1), are then told as one study.
+            "share": (0, 1),
             "minutes": 0.0,  # stop after; 0: when done
             "quick": False,
         }

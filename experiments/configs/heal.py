@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
             "method": "query_weighted",
             "rope_width": 64,
             "rank": 256,
-            "calibration": ((8, 4096), (32, 1024)),  # sequences and their length, from the stream's beginning
+            "calibration": ((24, 4096), (64, 1024)),  # sequences and their length, from the stream's beginning
             "work": "results/heal",  # checkpoints
             "steps": 800,
             "sequences": 32,
