@@ -1,17 +1,17 @@
 """What reuse costs in quality, policy by policy, against full prefill of the same prompt.
 
-Every chunk of a prompt is cached first, behind another context (``reuse_items``). Then each policy serves the prompt
-from one and the same cache, answers teacher-forced, and the next-token distributions at the answers are compared with
-those of full prefill: KL divergence by token, same most likely token, and whether an answer would have come out right
-under greedy decoding.
+Every chunk of a prompt is cached first, behind another context (``reuse_items``, ``question_items``). Then each policy
+serves the prompt from one and the same cache, and answers are forced behind it: the next-token distributions at the
+answers are compared with those of full prefill (KL divergence by token, same most likely token), and answers are right
+if they would have come out under greedy decoding. Where a question has several wordings of its answer, what is
+generated is compared with them. Items are served in batches (``batch_serving``).
 """
 
-import dataclasses
 import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import lru_cache
 from pathlib import Path
@@ -20,11 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from experiments import accuracy_report, reference_eval, report
+from experiments import accuracy_report, passage_questions, question_items, reference_eval, report
+from experiments.batch_serving import Served, remember, remember_isolated, serve
+from experiments.divergence import divergence
 from experiments.errors import InputError
 from experiments.names import listed
 from experiments.planted_tasks import TASKS, Planter
@@ -33,13 +35,11 @@ from experiments.reuse_policies import Lane, lane
 from experiments.rows import RowLog
 from experiments.subjects import Subject, names, subject
 from irminsul.cache import CacheConfig, ContentCache, new_cache
-from irminsul.plan import BINS, SHIFTED
-from irminsul.policies import get_policy
-from irminsul.prefill import complete, prefill
+from irminsul.plan import BINS
+from irminsul.prefill import prefill
 
 PAGE = 64
-FRESH = get_policy("irminsul", shifted="refuse")
-QUICK = {"samples": 4, "length": 1024}
+QUICK = {"samples": 4, "length": 1024, "batch": 1}
 
 
 def run(config: ConfigDict, out: Path) -> report.StudyResult:
@@ -53,151 +53,222 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     tasks, models = _tasks(config), names(config)
     for name in listed(config.policies):
         lane(name)
-    notes = [subject(name, config.dtype).note for name in models]
     key = {name: value for name, value in config.to_dict().items() if name not in ("resume", "workers")}
     if not config.resume:
         key["started"] = time.time()  # matches no earlier run
-    units = [(model, task, index) for model in models for index in range(config.samples) for task in tasks]
+    starts = range(0, config.samples, config.batch)
+    units = [(model, task, start) for model in models for start in starts for task in tasks]
     with RowLog(out, key) as log:
         waiting = [unit for unit in units if str(unit) not in log.finished]
-        served = _served(config, waiting)
-        for unit, rows in tqdm(served, total=len(waiting), desc="asking", unit=" items", file=sys.stderr):
+        deadline = time.monotonic() + 60 * config.minutes if config.minutes else float("inf")
+        served = _served(config, waiting, deadline)
+        for unit, rows in tqdm(served, total=len(waiting), desc="asking", unit=" batches", file=sys.stderr):
             for row in rows:
                 log.append(row)
             log.finish(str(unit))
+        if not log.rows:
+            raise InputError(f"tasks={config.tasks}: no item of them fits length={config.length}; raise it")
         order = [Path(model).name for model in models]
         rows = sorted(log.rows, key=lambda row: (order.index(row["model"]), tasks.index(row["task"]), row["item"]))
-        result = accuracy_report.describe(config, rows, notes, out)
-        log.remove()
+        result = accuracy_report.describe(config, rows, out)
+        if len(log.finished) == len(units):
+            log.remove()
+        else:
+            result["notes"].append(f"Stopped after {config.minutes} minutes; --config.resume=True goes on from here.")
     return result
 
 
-Unit = tuple[str, str, int]  # model, task, item
+Unit = tuple[str, str, int]  # model, task, first item of the batch
 
 
-def _served(config: ConfigDict, units: list[Unit]) -> Iterator[tuple[Unit, list[dict[str, Any]]]]:
-    """Rows of each unit, as they are done: here, or in ``config.workers`` processes that share the accelerator."""
+def _served(config: ConfigDict, units: list[Unit], deadline: float) -> Iterator[tuple[Unit, list[dict[str, Any]]]]:
+    """Rows of each unit, as they are done: here, or in ``config.workers`` processes that share the accelerator. None
+    is begun once ``time.monotonic()`` has passed ``deadline``."""
     if not config.workers:
         for unit in units:
+            if time.monotonic() > deadline:
+                return
             yield unit, serve_unit(config.to_json(), *unit)
         return
     # Spawned, since a fork of a process that holds an accelerator may hang.
     with ProcessPoolExecutor(config.workers, multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(serve_unit, config.to_json(), *unit): unit for unit in units}
         for future in as_completed(running):
-            yield running[future], future.result()
+            if time.monotonic() > deadline:
+                for other in running:
+                    other.cancel()
+            if not future.cancelled():
+                yield running[future], future.result()
 
 
-def serve_unit(config: str, model: str, task: str, index: int) -> list[dict[str, Any]]:
-    """The rows of one item under every policy; ``config`` as JSON. Models and programs are kept between calls."""
-    server, planter = _server(config, model)
-    settings, lanes = server.config, [lane(name) for name in listed(server.config.policies)]
+def serve_unit(config: str, model: str, task: str, start: int) -> list[dict[str, Any]]:
+    """The rows of a batch of items under every policy; ``config`` as JSON. Models and programs are kept between calls.
+
+    Raises:
+      InputError: if a file of questions is missing or cannot be read.
+    """
+    settings = ConfigDict(json.loads(config))
+    chosen = _subject(model, settings.dtype)
+    indexes = range(start, min(settings.samples, start + settings.batch))
+    items = _items(settings, chosen, task, indexes)
+    if not items:
+        return []
+    lanes = [lane(name) for name in listed(settings.policies)]
     lanes = [lane("full"), *[other for other in lanes if other.name != "full"]]
-    item = planted_item(
-        planter, task, index,
-        length=settings.length, questions=settings.questions, seed=settings.seed, longest=server.longest,
-    )  # fmt: skip
-    return [{"model": Path(model).name, **row} for row in server(item, lanes)]
+    precision = "highest" if settings.dtype == "float32" else None
+    with jax.default_matmul_precision(precision):
+        server = Server(chosen, settings, items)
+        rows = server.rows(lanes)
+    return [{"model": Path(model).name, "weights": chosen.note, **row} for row in rows]
 
 
 @lru_cache(maxsize=1)
-def _server(config: str, model: str) -> tuple["Server", Planter]:
-    settings = ConfigDict(json.loads(config))
-    return Server(subject(model, settings.dtype), settings), reference_eval.planter()
+def _subject(model: str, dtype: str) -> Subject:
+    return subject(model, dtype)
+
+
+_planter: Callable[[], Planter] = lru_cache(maxsize=1)(reference_eval.planter)
+
+
+def _items(settings: ConfigDict, chosen: Subject, task: str, indexes: Sequence[int]) -> list[Item]:
+    longest = min(chosen.model.max_position, settings.length + LAST_CONTEXT)
+    if task not in TASKS:
+        found = question_items.items(task, Path(settings.data), chosen, indexes, settings.length, settings.seed)
+        return [item for item in found if len(item.prompt) <= settings.length]
+    return [
+        planted_item(
+            _planter(), task, index,
+            length=settings.length, questions=settings.questions, seed=settings.seed, longest=longest,
+        )
+        for index in indexes
+    ]  # fmt: skip
 
 
 def _tasks(config: ConfigDict) -> tuple[str, ...]:
     tasks = listed(config.tasks)
     for name in tasks:
-        if name not in TASKS:
-            raise InputError(f"tasks={name}: no such task; choose from {', '.join(TASKS)}")
-    if not tasks or config.samples < 1:
-        raise InputError(f"tasks={config.tasks!r} and samples={config.samples} ask nothing; name a task and a number")
+        if name not in (*TASKS, *question_items.TASKS) and not name.endswith(question_items.LINES):
+            known = ", ".join((*TASKS, *question_items.TASKS))
+            raise InputError(f"tasks={name}: no such task; choose from {known}, or name a file of JSON lines")
+    if not tasks or config.samples < 1 or config.batch < 1:
+        raise InputError(
+            f"tasks={config.tasks!r}, samples={config.samples} and batch={config.batch} ask nothing; name a task and "
+            "positive numbers"
+        )
     return tasks
 
 
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """Logits ``[n, V]`` at an item's scored tokens under one policy, and what serving it took."""
-
-    logits: Float[np.ndarray, "n V"]
-    bins: dict[str, int]
-    prefill_ms: float
-
-
 class Server:
-    """Serves items under policies, one model, one compiled program.
+    """Serves a batch of items of one task under policies.
 
-    All policies of an item read the same cache, which is copied and not consumed; those of kind ``isolated`` read
+    All policies of an item read the same cache, which stays as it is; those whose provenance is ``isolated`` read
     another, in which every chunk was computed behind the sink alone.
     """
 
-    def __init__(self, chosen: Subject, config: ConfigDict):
-        self.model, self.config = chosen.model, config
-        self.longest = min(self.model.max_position, config.length + LAST_CONTEXT)
+    def __init__(self, chosen: Subject, config: ConfigDict, items: Sequence[Item]):
+        self.chosen, self.model, self.config, self.items = chosen, chosen.model, config, items
+        longest = min(self.model.max_position, config.length + LAST_CONTEXT)
+        forced = max(config.new_tokens, *(len(item.asked.forced) for item in items))
         self.cache_config = CacheConfig(
-            num_pages=5 * self.longest // PAGE, max_prompt_tokens=self.longest, max_new_tokens=0, dtype=config.dtype
+            num_pages=5 * longest // PAGE,
+            max_prompt_tokens=longest,
+            max_new_tokens=-(-forced // PAGE) * PAGE,
+            dtype=config.dtype,
         )
-        self.unembed = jax.jit(self.model.unembed)
+        self.asked = [item.asked for item in items]
+        self.steps = config.new_tokens if items[0].wanted else 0
+        self.caches: dict[bool, list[ContentCache]] = {}
 
-    def __call__(self, item: Item, lanes: Iterable[Lane]) -> list[dict[str, Any]]:
-        """A row a policy. The first lane is the reference."""
-        caches: dict[bool, ContentCache] = {}
-        reference: Scores | None = None
+    def rows(self, lanes: Sequence[Lane]) -> list[dict[str, Any]]:
+        """A row an item and policy. The first lane is the reference."""
+        outcomes = [(each, self.serve(each)) for each in lanes]
+        reference = outcomes[0][1]
         rows = []
-        for each in lanes:
-            if each.isolated not in caches:
-                behind = each.sink(self.model) if each.isolated else None
-                caches[each.isolated] = self.warmed(item.earlier(behind))
-            scores = self.scores(caches[each.isolated], item, each)
-            reference = reference or scores
-            rows.append(
-                {"task": item.task, "item": item.index, "policy": each.name, **compare(item, reference, scores)}
-            )
+        for each, served in outcomes:
+            compared = _compare(reference.logits, served.logits)
+            timed = [self.first_token_ms(each, index) for index in range(min(self.config.timed, len(self.items)))]
+            for index, item in enumerate(self.items):
+                figures = compare(item, *(np.asarray(part[index]) for part in compared))
+                if item.wanted:
+                    figures |= self.generated(item, np.asarray(served.generated[index]))
+                rows.append(
+                    {
+                        "task": item.task,
+                        "item": item.index,
+                        "policy": each.name,
+                        **figures,
+                        "tokens": len(self.asked[index].prompt),
+                        "bins": {name: int(served.bins[index][name]) for name in BINS},
+                        "entries": served.entries[index],
+                        "ttft_ms": timed[index] if index < len(timed) else None,
+                    }
+                )
         return rows
 
-    def warmed(self, prompts: Iterable[Int32[np.ndarray, " P"]]) -> ContentCache:
-        """A cache that has computed ``prompts`` behind their own contexts, without shifted reuse among them."""
-        cache = new_cache(self.cache_config, self.model.row_format)
-        for tokens in prompts:
-            result = prefill(self.model, cache, tokens, FRESH, mode=self.config.mode)
-            cache = complete(result.cache, result.request)
-        return cache
+    def serve(self, each: Lane) -> Served:
+        """Every item under one policy."""
+        return serve(self.model, self.cached(each), self.asked, each.policy, mode=self.config.mode, steps=self.steps)
 
-    def scores(self, cache: ContentCache, item: Item, each: Lane) -> Scores:
-        """Serves the item; ``cache`` stays as it is."""
-        result = prefill(
-            self.model, cache, item.prompt, each.policy, mode=self.config.mode, donate=False, keep_hidden=True
-        )
-        computed = np.flatnonzero(result.request.plan.bin_of_token > SHIFTED)
-        rows = np.searchsorted(computed, item.scored - 1)
-        if not np.array_equal(computed[rows], item.scored - 1):
-            raise AssertionError(f"{item.task} {item.index}: an answer's row was served from the cache")
-        assert result.hidden is not None
-        padded = np.zeros(-(-len(rows) // PAGE) * PAGE, np.int32)  # few shapes, few programs
-        padded[: len(rows)] = rows
-        logits = np.asarray(self.unembed(result.hidden[jnp.asarray(padded)]), np.float32)[: len(rows)]
-        return Scores(logits, result.request.plan.bins, result.timings["prefill_ms"])
+    def cached(self, each: Lane) -> list[ContentCache]:
+        """The caches a policy reads, made when they are first asked for."""
+        if each.isolated not in self.caches:
+            empty = [new_cache(self.cache_config, self.model.row_format) for _ in self.items]
+            if each.isolated:
+                prompts = [asked.prompt for asked in self.asked]
+                filled = remember_isolated(self.model, empty, prompts, each.policy, mode=self.config.mode)
+            else:
+                filled = remember(
+                    self.model, empty, [list(item.earlier()) for item in self.items], mode=self.config.mode
+                )
+            self.caches[each.isolated] = filled
+        return self.caches[each.isolated]
+
+    def first_token_ms(self, each: Lane, index: int) -> float:
+        """Milliseconds from an item's tokens to the logits behind them, served alone, programs compiled."""
+        for _ in range(2):
+            result = prefill(
+                self.model, self.cached(each)[index], self.asked[index].prompt, each.policy,
+                mode=self.config.mode, donate=False,
+            )  # fmt: skip
+        return round(sum(result.timings.values()), 3)
+
+    def generated(self, item: Item, tokens: Int[np.ndarray, " steps"]) -> dict[str, Any]:
+        """What came out behind the prompt, against the right answers."""
+        text = self.chosen.decode(tokens)
+        if item.contained:
+            right = float(np.mean([answer.lower() in text.lower() for answer in item.wanted]))
+            return {"answer": text, "exact_match": right, "f1": passage_questions.word_f1(text, item.wanted)}
+        line = passage_questions.first_line(text)
+        return {
+            "answer": line,
+            "exact_match": passage_questions.exact_match(line, item.wanted),
+            "f1": passage_questions.word_f1(line, item.wanted),
+        }
 
 
-def compare(item: Item, reference: Scores, scores: Scores) -> dict[str, Any]:
+@jax.jit
+def _compare(
+    reference: Float[Array, "B n V"], other: Float[Array, "B n V"]
+) -> tuple[Float[Array, "B n"], Int[Array, "B n"], Int[Array, "B n"]]:
+    """KL by token, and the most likely tokens of both."""
+    return divergence(reference, other), jnp.argmax(reference, axis=-1), jnp.argmax(other, axis=-1)
+
+
+def compare(
+    item: Item, divergences: Float[np.ndarray, " n"], reference: Int[np.ndarray, " n"], likely: Int[np.ndarray, " n"]
+) -> dict[str, Any]:
     """What one policy made of an item, against full prefill.
 
     Fields: KL (nats) by scored token; share of tokens with the same most likely token; the first of them that differs
-    (the number of tokens if none does); share of answers that are right; tokens by bin; milliseconds.
+    (the number of tokens if none does); share of answers that are right under greedy decoding.
     """
-    log_p, log_q = (np.asarray(jax.nn.log_softmax(jnp.asarray(s.logits), axis=-1)) for s in (reference, scores))
-    divergence = np.maximum(np.sum(np.exp(log_p) * (log_p - log_q), axis=-1), 0)
-    same = log_p.argmax(-1) == log_q.argmax(-1)
-    right = log_q.argmax(-1) == item.prompt[item.scored]
+    count = len(item.scored)
+    same = reference[:count] == likely[:count]
     return {
-        "kl_tokens": [round(float(value), 9) for value in divergence],
+        "kl_tokens": [round(float(value), 9) for value in divergences[:count]],
         "agreement": float(same.mean()),
-        "first_divergence": int(np.argmin(same)) if not same.all() else len(same),
-        "exact_match": _exact_match(item, right),
-        "tokens": len(item.prompt),
-        "bins": {name: int(scores.bins[name]) for name in BINS},
-        "prefill_ms": round(scores.prefill_ms, 3),
+        "first_divergence": int(np.argmin(same)) if not same.all() else count,
+        "exact_match": _exact_match(item, likely[:count] == item.prompt[item.scored]),
     }
 
 

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from experiments import report
@@ -22,13 +22,14 @@ Rows = Sequence[dict[str, Any]]
 COLOURS = ("#1f4e8c", "#d9622b", "#b3362c", "#2e8b57", "#7b5ea7", "#8c8c8c", "#6baed6", "#c99a2e", "#3b3b3b")
 
 
-def describe(config: ConfigDict, rows: Rows, notes: list[str], out: Path) -> report.StudyResult:
+def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
     """The study's result; draws ``accuracy.png``."""
+    notes = list(dict.fromkeys(row["weights"] for row in rows))
     cells = cells_of(rows, config.draws, config.seed)
     summary = summarise(cells)
     title = headline(cells)
     plot(cells, title, out / "accuracy.png")
-    public = [{name: value for name, value in row.items() if name != "kl_tokens"} for row in rows]
+    public = [{name: value for name, value in row.items() if name not in ("kl_tokens", "weights")} for row in rows]
     return {
         "title": title,
         "summary": summary,
@@ -79,8 +80,28 @@ def _cell(key: tuple[str, str, str], group: Rows, full: Rows, rng: np.random.Gen
         "first_divergence": float(np.median([row["first_divergence"] for row in group])),
         "recomputed": repaired / max(1, repaired + reused),
         "reused": reused / sum(row["tokens"] for row in group),
-        "prefill_ms": float(np.median([row["prefill_ms"] for row in group])),
+        "items": len(group),
+        **_answered(group, full, picks),
+        **_timed(group),
     }
+
+
+def _answered(group: Rows, full: Rows, picks: Int[np.ndarray, "D n"]) -> dict[str, Any]:
+    """F1 of what was generated, where answers are read."""
+    if "f1" not in group[0]:
+        return {}
+    found, reference = (np.array([row["f1"] for row in rows]) for rows in (group, full))
+    return {
+        "f1": float(found.mean()),
+        "f1_interval": _interval(found[picks].mean(axis=1)),
+        "f1_difference": float((found - reference).mean()),
+        "f1_difference_interval": _interval((found - reference)[picks].mean(axis=1)),
+    }
+
+
+def _timed(group: Rows) -> dict[str, float]:
+    times = [row["ttft_ms"] for row in group if row["ttft_ms"] is not None]
+    return {"ttft_ms": float(np.median(times))} if times else {}
 
 
 def _interval(values: Float[np.ndarray, " D"]) -> tuple[float, float]:

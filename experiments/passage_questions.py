@@ -63,16 +63,19 @@ def question(passages: Sequence[tuple[str, str]], asked: str, answers: Sequence[
 
 
 def read(folder: Path, name: str) -> list[dict]:
-    """The rows of an evaluation file.
+    """The rows of an evaluation file, ``.jsonl`` or ``.jsonl.gz``.
 
     Raises:
-      InputError: if it is not there.
+      InputError: if it is not there, or a line of it is no JSON.
     """
     path = folder / name
     if not path.is_file():
         raise InputError(f"data={folder}: {name} is not there; name the folder of the evaluation sets")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if name.endswith(".gz") else path.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise InputError(f"data={path}: a line is no JSON ({error})") from error
 
 
 def questions(folder: Path, task: str, count: int) -> list[PassageQuestion]:

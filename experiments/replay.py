@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import models
 from experiments import replay_report, report
+from experiments.divergence import divergence
 from experiments.errors import InputError
 from experiments.names import listed
 from experiments.rows import RowLog
@@ -249,12 +250,5 @@ def distributions(served: Any, steps: int) -> Float[np.ndarray, "P V"]:
 
 def compare(reference: Float[np.ndarray, "P V"], other: Float[np.ndarray, "P V"]) -> tuple[float, float]:
     """Mean KL(reference || other) in nats over the positions, and the share of them with the same most likely token."""
-    log_p, log_q = _log_softmax(reference), _log_softmax(other)
-    divergence = np.sum(np.exp(log_p) * (log_p - log_q), axis=-1)
     agreement = reference.argmax(axis=-1) == other.argmax(axis=-1)
-    return float(max(0.0, divergence.mean())), float(agreement.mean())
-
-
-def _log_softmax(logits: Float[np.ndarray, "P V"]) -> Float[np.ndarray, "P V"]:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return float(divergence(reference, other).mean()), float(agreement.mean())

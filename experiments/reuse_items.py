@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32
 
+from experiments.batch_serving import Asked
 from experiments.planted_tasks import Planter, Sample
 
 CONTINUATION = 128  # tokens of plain text that are scored
@@ -28,6 +29,8 @@ class Item:
     prompt: the prompt, answers included (teacher forcing).
     answers: ``[start, stop)`` of each answer in ``prompt``; token ``start - 1`` predicts the first.
     by_token: an answer is scored token by token, and not as a whole.
+    wanted: right answers as text, where what is generated behind the prompt is scored.
+    contained: a right answer may stand anywhere in what is generated, and is not its first line.
     """
 
     task: str
@@ -37,11 +40,19 @@ class Item:
     prompt: Int32[np.ndarray, " T"]
     answers: tuple[tuple[int, int], ...]
     by_token: bool
+    wanted: tuple[str, ...] = ()
+    contained: bool = False
 
-    def earlier(self, behind: Int32[np.ndarray, " J"] | None = None) -> Iterator[Int32[np.ndarray, " P"]]:
-        """The prompts served before: each chunk behind its context, or all behind one ``behind``."""
+    def earlier(self) -> Iterator[Int32[np.ndarray, " P"]]:
+        """The prompts served before: each chunk behind its context."""
         for context, chunk in zip(self.contexts, self.chunks, strict=True):
-            yield np.concatenate([context if behind is None else behind, chunk])
+            yield np.concatenate([context, chunk]).astype(np.int32)
+
+    @property
+    def asked(self) -> Asked:
+        """The prompt up to the first answer; that and what follows it is forced, and so never served from a cache."""
+        begin = self.answers[0][0]
+        return Asked(self.prompt[:begin], self.prompt[begin:], self.scored - 1)
 
     @property
     def scored(self) -> Int32[np.ndarray, " n"]:

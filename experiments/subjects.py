@@ -25,7 +25,8 @@ SMOLLM2 = (smollm2.NAME, smollm2.MLA_NAME)
 class Subject:
     """A model, by the name reports give it, with its tokenizer.
 
-    ``trained`` is False for random weights; ``bos`` is the token its texts begin with, if they do.
+    ``trained`` is False for random weights; ``bos`` is the token its texts begin with, if they do; ``decode`` makes
+    text of tokens, for studies that read what a model says.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Subject:
     encode: Callable[[str], np.ndarray]
     trained: bool
     bos: int | None = None
+    decode: Callable[[np.ndarray], str] = lambda tokens: ""
 
     @property
     def note(self) -> str:
@@ -78,7 +80,7 @@ def subject(name: str, dtype: str = "float32", seed: int = 0) -> Subject:
     bos = model.config.bos_token_id
     if bos is None and "bos_token" in tokenizer.special_tokens:
         bos = tokenizer.backend.token_to_id(tokenizer.special_tokens["bos_token"])
-    return Subject(path.name, model, tokenizer.encode, trained, bos)
+    return Subject(path.name, model, tokenizer.encode, trained, bos, tokenizer.decode)
 
 
 def _tokenizer(name: str, folder: Path) -> models.Tokenizer:

@@ -1,16 +1,24 @@
 """The accuracy study: items whose chunks were cached apart, policies served from one cache, figures in pairs."""
 
+import dataclasses
+import json
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
 import models
-from experiments import accuracy, accuracy_report, reference_eval
+from experiments import accuracy, accuracy_report, batch_serving, question_items, reference_eval
 from experiments.configs import accuracy as accuracy_config
+from experiments.divergence import divergence
 from experiments.errors import InputError
 from experiments.reuse_items import CONTINUATION, planted_item
-from experiments.reuse_policies import SINK_TOKENS, lane
+from experiments.reuse_policies import lane
 from experiments.subjects import Subject
+from irminsul.engine import Engine
+from irminsul.prefill import prefill
+from tests.tolerances import assert_close
 
 LENGTH = 701
 
@@ -50,18 +58,53 @@ def small_config(**changes) -> ConfigDict:
 
 
 @pytest.fixture(scope="module")
-def rows(planter):
+def servers(planter):
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 48}
     model = models.random_model("irminsul-mini-mla", 0, "float32", kv_lora_rank=16, **shape)
-    config = small_config()
-    serve = accuracy.Server(Subject("tiny", model, lambda text: np.zeros(0, np.int32), False), config)
+    chosen = Subject("tiny", model, lambda text: np.zeros(0, np.int32), False)
+    return [
+        accuracy.Server(
+            chosen,
+            small_config(),
+            [planted_item(planter, task, index, length=300, questions=1, seed=0, longest=560) for index in range(2)],
+        )
+        for task in ("needle", "text")
+    ]
+
+
+@pytest.fixture(scope="module")
+def rows(servers):
     lanes = [lane(name) for name in ("full", "naive", "irminsul", "isolated")]
-    found = []
-    for task in ("needle", "text"):
-        for index in range(2):
-            item = planted_item(planter, task, index, length=300, questions=1, seed=0, longest=560)
-            found += [{"model": "tiny", **row} for row in serve(item, lanes)]
-    return found
+    return [{"model": "tiny", "weights": "", **row} for server in servers for row in server.rows(lanes)]
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "naive", "irminsul-no-carve-out", "epic:8", "irminsul+repair:0.2", "isolated"]
+)
+def test_a_batch_is_served_as_the_engine_serves_each(servers, name):
+    each = lane(name)
+    for server in servers:
+        served = server.serve(each)
+        for index, asked in enumerate(server.asked):
+            alone = prefill(server.model, server.cached(each)[index], asked.prompt, each.policy, donate=False)
+            assert served.bins[index] == alone.request.plan.bins
+            first = np.asarray(served.logits[index, 0])
+            assert_close(first, np.asarray(alone.logits))
+            if name == "naive" and served.bins[index]["shifted"]:
+                other = server.serve(lane("irminsul")).logits[index, 0]
+                assert np.abs(first - np.asarray(other)).max() > 1e-4
+
+
+def test_forced_tokens_are_what_decoding_would_write(servers):
+    server = servers[1]
+    served = server.serve(lane("irminsul"))
+    prompt = server.items[0].prompt
+    later = len(server.asked[0].prompt) + 40
+    alone = prefill(
+        server.model, server.cached(lane("irminsul"))[0], prompt[:later], lane("irminsul").policy, donate=False
+    )
+    assert alone.request.plan.bins["shifted"] == served.bins[0]["shifted"]
+    assert_close(np.asarray(served.logits[0, 40]), np.asarray(alone.logits))
 
 
 def test_full_prefill_is_its_own_reference_and_reuse_is_not(rows):
@@ -98,14 +141,72 @@ def test_cells_pair_each_policy_with_full_prefill(rows):
     assert "left_context_repair_over_full" not in summary
 
 
-def test_isolated_chunks_stand_behind_the_sink():
-    model = models.random_model("irminsul-mini-mla", 0, "float32", hidden_size=32, num_hidden_layers=1)
-    sink = lane("isolated").sink(model)
-    assert len(sink) == SINK_TOKENS
-    assert sink[0] == model.config.bos_token_id
-    assert len(set(sink.tolist())) == 2
-    assert lane("isolated").isolated
-    assert not lane("irminsul").isolated
+def test_what_is_generated_is_what_the_engine_generates(servers):
+    policy, said = lane("irminsul+repair:0.2").policy, set()
+    for server in servers:
+        caches = server.cached(lane("irminsul"))
+        served = batch_serving.serve(server.model, caches, server.asked, policy, steps=3)
+        engine = Engine(server.model, caches[1].copy(), policy, "fast")
+        response = engine.serve(server.asked[1].prompt, max_new_tokens=3)
+        assert served.generated[1].tolist() == response.tokens
+        said.add(tuple(response.tokens))
+    assert len(said) == 2
+
+
+LINES = [
+    {"context": "The lamp is red.\n" * 90, "input": "which colour is the lamp?", "answers": ["red", "the red one"]},
+    {"input": "Note: the code of Ann is 7134.\n" * 40 + "What is the code of Ann?", "outputs": ["7134"]},
+    {"context": "The door is blue.\n" * 120, "input": "which colour is the door?", "answers": ["blue"]},
+]
+
+
+def test_files_of_json_lines_are_tasks(planter, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
+
+    def encode(text):
+        return np.array(planter.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    chosen = Subject("tiny", None, encode, False, bos=planter.bos, decode=planter.tokenizer.decode)
+    found = question_items.items(str(path), tmp_path, chosen, range(5), 4096, 0)
+    assert [item.wanted for item in found] == [("red", "the red one"), ("7134",), ("blue",)]
+    assert [item.contained for item in found] == [False, True, False]
+    beginning = question_items._begin(chosen).tolist()
+    for item in found:
+        text = planter.tokenizer.decode(item.asked.prompt)
+        assert text.endswith(("Answer:", "What is the code of Ann?"))
+        assert planter.tokenizer.decode(item.asked.forced).strip() == item.wanted[0]
+        for earlier, chunk in zip(item.earlier(), item.chunks, strict=True):
+            assert earlier[: len(beginning)].tolist() == beginning
+            assert earlier[-len(chunk) :].tolist() == chunk.tolist()
+            assert chunk.tobytes() in item.prompt.tobytes()
+    path.write_text('{"question": "?"}', encoding="utf-8")
+    question_items._asked.cache_clear()
+    with pytest.raises(InputError, match="LongBench has context, input and answers"):
+        question_items.items(str(path), tmp_path, chosen, range(1), 4096, 0)
+
+
+def test_what_is_generated_is_read_by_its_first_line_or_as_a_whole(servers):
+    server = servers[0]
+    asked = dataclasses.replace(server.items[0], wanted=("The red one", "red"))
+    said = {"a red one\nQuestion": (1, 1), "red or green\n": (0, 0.5)}
+    for text, (exact, f1) in said.items():
+        reader = dataclasses.replace(server.chosen, decode=lambda tokens, text=text: text)
+        server.chosen, kept = reader, server.chosen
+        figures = server.generated(asked, np.zeros(1, np.int32))
+        anywhere = server.generated(dataclasses.replace(asked, contained=True), np.zeros(1, np.int32))
+        server.chosen = kept
+        assert (figures["exact_match"], figures["f1"]) == pytest.approx((exact, f1))
+        assert anywhere["exact_match"] == (1 / 2)
+
+
+def test_divergence_is_the_same_in_numpy_and_jax():
+    first, second = np.random.default_rng(0).normal(size=(2, 5, 11))
+    plain = divergence(first, second)
+    probabilities = np.exp(first) / np.exp(first).sum(-1, keepdims=True)
+    others = np.exp(second) / np.exp(second).sum(-1, keepdims=True)
+    assert plain == pytest.approx((probabilities * np.log(probabilities / others)).sum(-1))
+    assert np.asarray(divergence(jnp.asarray(first), jnp.asarray(second + 2.0))) == pytest.approx(plain, rel=1e-4)
 
 
 def test_unknown_tasks_and_policies_are_named(tmp_path):

@@ -1,0 +1,303 @@
+"""Many prompts served under one policy at once, each from a cache of its own.
+
+Planning is the cache's own, prompt by prompt on the host (``irminsul.prefill.admit``). What it leaves to compute is
+computed for all prompts in one program: every computed token of a prompt in one block, through the same paged view as
+in serving, then the tokens of a forced continuation in the rows that decoding would write, then, if asked for, a greedy
+continuation. Programs are compiled for a few block sizes, so that a study of thousands of prompts compiles a dozen.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array, lax
+from jaxtyping import Float, Int, Int32
+
+from irminsul.blocks import Mode
+from irminsul.cache import ContentCache
+from irminsul.cache_key import Context
+from irminsul.decode import PageTableWriter
+from irminsul.plan import read_content
+from irminsul.policies import Policy, get_policy
+from irminsul.pool import LatentPool
+from irminsul.prefill import Admission, Request, admit, complete
+from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path
+from irminsul.view import PagedView
+from pallas_kernels.page_table import PageTable
+
+SMALLEST_BLOCK = 128
+EXPANDED_FROM = 256  # tokens of a block from which MLA attends in the expanded form
+FRESH = get_policy("irminsul", shifted="refuse")
+ALONE = get_policy("irminsul", shifted="ignore")  # nothing from anywhere else gets into isolated rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A prompt, the continuation that is forced behind it, and which tokens of both (by position) have their
+    prediction of the next one kept."""
+
+    prompt: Int32[np.ndarray, " T"]
+    forced: Int32[np.ndarray, " F"]
+    kept: Int32[np.ndarray, " n"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """Of ``B`` prompts: ``logits [B, n, V]`` at the kept tokens (on the device; of fewer, the last is repeated), greedy
+    ``generated [B, steps]`` behind the prompts, tokens by bin, and how many entries each page table has."""
+
+    logits: Float[Array, "B n V"]
+    generated: Int[Array, "B steps"]
+    bins: list[dict[str, int]]
+    entries: list[int]
+
+
+@struct.dataclass
+class Block:
+    """What the program computes for each of ``B`` prompts, or for one: tokens padded to one size, pages to copy first,
+    entries of the page table, rows of the block whose logits are kept, the row that predicts the continuation, and the
+    slots decoding writes."""
+
+    tokens: Int[Array, "*B M"]
+    positions: Int[Array, "*B M"]
+    write_page: Int[Array, "*B M"]
+    write_row: Int[Array, "*B M"]
+    write_position: Int[Array, "*B M"]
+    copy_source: Int[Array, "*B K"]
+    copy_target: Int[Array, "*B K"]
+    table: Int[Array, "*B S 5"]
+    kept: Int[Array, "*B n"]
+    last: Int[Array, "*B"]
+    length: Int[Array, "*B"]
+    slots: Int[Array, "*B steps 2"]
+
+
+def host_copy(cache: ContentCache) -> ContentCache:
+    """A cache to plan in that shares the pool: what planning claims in it leaves ``cache`` as it is."""
+    return dataclasses.replace(
+        cache,
+        tree=cache.tree.copy(),
+        registry=cache.registry.copy(),
+        in_flight=cache.in_flight.copy(),
+        provenance=cache.provenance.copy(),
+    )
+
+
+def serve(
+    model: Any,
+    caches: Sequence[ContentCache],
+    asked: Sequence[Asked],
+    policy: Policy,
+    *,
+    mode: Mode = "fast",
+    steps: int = 0,
+) -> Served:
+    """Serves ``asked[i]`` from ``caches[i]``; the caches stay as they are.
+
+    Args:
+      steps: tokens of the greedy continuation; forced tokens or reserved rows must be as many.
+
+    Raises:
+      As ``prefill.admit``.
+    """
+    admissions = [
+        admit(model, host_copy(cache), each.prompt, policy, new_tokens=max(len(each.forced), steps), mode=mode)
+        for cache, each in zip(caches, asked, strict=True)
+    ]
+    block = pack(admissions, asked, steps)
+    pools = tuple(admission.cache.pool for admission in admissions)
+    logits, generated, _ = _compute(model, pools, block, steps=steps, storage=caches[0].config.storage, keep_pool=False)
+    plans = [admission.request.plan for admission in admissions]
+    entries = [len(admission.request.entries) for admission in admissions]
+    return Served(logits, generated, [plan.bins for plan in plans], entries)
+
+
+def remember(
+    model: Any,
+    caches: Sequence[ContentCache],
+    prompts: Sequence[Sequence[Int32[np.ndarray, " T"]]],
+    policy: Policy = FRESH,
+    *,
+    mode: Mode = "fast",
+    context: Context = "private",
+    sink: int = 0,
+) -> list[ContentCache]:
+    """Caches that have computed ``prompts[i]`` one after the other, here without shifted reuse. Takes them over.
+
+    Args:
+      policy: by which they are computed.
+      context: what they are computed behind; with "isolated", the first ``sink`` tokens are the sink.
+    """
+    caches = list(caches)
+    for turn in range(max(map(len, prompts))):
+        here = [index for index in range(len(caches)) if turn < len(prompts[index])]
+        admissions = [
+            admit(model, caches[index], prompts[index][turn], policy, mode=mode, context=context) for index in here
+        ]
+        # As many prompts as there are caches, so that no other program is compiled.
+        padded = [*admissions, *[admissions[0]] * (len(caches) - len(here))]
+        block = pack(padded, [_only(admission) for admission in padded], 0)
+        pools = tuple(admission.cache.pool for admission in padded)
+        _, _, pools = _compute(model, pools, block, steps=0, storage=caches[0].config.storage, keep_pool=True)
+        for index, admission, pool in zip(here, admissions, pools[: len(here)], strict=True):
+            cache = dataclasses.replace(admission.cache, pool=pool)
+            caches[index] = complete(cache, admission.request)
+            if sink:
+                caches[index].provenance.mark_fragment(admission.request.clock, sink)
+    return caches
+
+
+def remember_isolated(
+    model: Any,
+    caches: Sequence[ContentCache],
+    prompts: Sequence[Int32[np.ndarray, " T"]],
+    policy: Policy,
+    *,
+    mode: Mode = "fast",
+) -> list[ContentCache]:
+    """``publish.isolate`` for many prompts: the chunks of each, computed behind the sink alone. Takes them over."""
+    sink = canonical_sink(model, policy)
+    waiting = []
+    for cache, prompt in zip(caches, prompts, strict=True):
+        key = isolated_key(cache, model, "default", "", mode)
+        content = read_content(prompt, cache.config.chunking, key)
+        sequences = {
+            sequence.tobytes(): sequence
+            for begin, end in isolated_chunks(content, policy)
+            for sequence in [np.concatenate([sink, content.tokens[begin:end]]).astype(np.int32)]
+            if not isolated_path(cache, key, sequence, policy)
+        }
+        waiting.append(list(sequences.values()))
+    if not any(waiting):
+        return list(caches)
+    return remember(model, caches, waiting, ALONE, mode=mode, context="isolated", sink=len(sink))
+
+
+def _only(admission: Admission) -> Asked:
+    plan = admission.request.plan
+    nothing = np.zeros(0, np.int32)
+    return Asked(plan.content.tokens, nothing, nothing)
+
+
+def block_size(count: int, capacity: int) -> int:
+    """The smallest block for ``count`` tokens: a power of two, or all that a prompt can have."""
+    size = SMALLEST_BLOCK
+    while size < count:
+        size *= 2
+    return min(size, -(-capacity // 64) * 64)
+
+
+def pack(admissions: Sequence[Admission], asked: Sequence[Asked], steps: int) -> Block:
+    """The computed tokens of each admitted prompt and those forced behind it, padded to one size."""
+    config = admissions[0].cache.config
+    most = max(len(a.placement.positions) + len(each.forced) for a, each in zip(admissions, asked, strict=True))
+    size = block_size(most, config.max_prompt_tokens + config.max_new_tokens)
+    kept = -(-max(len(each.kept) for each in asked) // 64) * 64
+    packed = [_packed(admission, each, size, kept, steps) for admission, each in zip(admissions, asked, strict=True)]
+    fields = {name: np.stack([one[name] for one in packed]) for name in packed[0]}
+    return Block(**jax.device_put(fields))
+
+
+def _packed(admission: Admission, asked: Asked, size: int, kept: int, steps: int) -> dict[str, np.ndarray]:
+    placement, request, cache = admission.placement, admission.request, admission.cache
+    length, forced = request.plan.length, len(asked.forced)
+    slots = request.slots
+    behind = np.arange(length, length + forced, dtype=np.int32)
+    positions = np.concatenate([placement.positions, behind])
+    order = np.searchsorted(positions, asked.kept)
+    if len(asked.kept) and not np.array_equal(positions[order], asked.kept):
+        raise ValueError("kept names a token of the prompt that is served from the cache; keep computed ones")
+    padded = np.full(kept, order[-1] if len(order) else 0, np.int32)
+    padded[: len(order)] = order
+
+    def pad(values: np.ndarray, fill: int) -> np.ndarray:
+        return np.concatenate([values, np.full(size - len(values), fill)]).astype(np.int32)
+
+    writer = PageTableWriter.of(request, cache.config.table_entries)
+    for index, (page, row) in enumerate(slots.tolist()):
+        writer.append(page, row, length + index)
+    copies = _copies(placement, request)
+    entries = cache.config.table_entries
+    copied = np.full((2, entries), cache.tree.num_pages, np.int32)  # pages that are not there: nothing is copied
+    copied[0] = 0
+    copied[:, : len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2).T
+    return {
+        "tokens": pad(np.concatenate([request.plan.content.tokens[placement.positions], asked.forced]), 0),
+        "positions": pad(positions, -1),
+        "write_page": pad(np.concatenate([placement.write_page, slots[:forced, 0]]), cache.tree.num_pages),
+        "write_row": pad(np.concatenate([placement.write_row, slots[:forced, 1]]), 0),
+        "write_position": pad(np.concatenate([placement.write_position, behind]), 0),
+        "copy_source": copied[0],
+        "copy_target": copied[1],
+        "table": writer.entries,
+        "kept": padded,
+        "last": np.int32(len(placement.positions) - 1),
+        "length": np.int32(length),
+        "slots": slots[:steps].astype(np.int32),
+    }
+
+
+def _copies(placement: Any, request: Request) -> list[tuple[int, int]]:
+    """Pages to copy before anything is computed: those left inside a page, and those with repaired rows."""
+    pages = zip(request.fresh, request.pages.tolist(), strict=True)
+    copies = [(record.copied_from, page) for record, page in pages if record.copied_rows]
+    return [*copies, *zip(placement.private.tolist(), request.private.tolist(), strict=True)]
+
+
+@partial(jax.jit, static_argnames=("steps", "storage", "keep_pool"))
+def _compute(
+    model: Any, pools: tuple[LatentPool, ...], block: Block, *, steps: int, storage: Any, keep_pool: bool
+) -> tuple[Float[Array, "B n V"], Int[Array, "B steps"], tuple[LatentPool, ...]]:
+    """Computes the block of every prompt. Pools go in and come out one by one, since each belongs to a cache."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pools)
+    one = partial(_compute_one, model, steps=steps, storage=storage)
+    logits, generated, after = jax.vmap(one)(stacked, block)
+    if not keep_pool:
+        return logits, generated, ()
+    leaves, tree = jax.tree.flatten(after)
+    return logits, generated, tuple(tree.unflatten([leaf[index] for leaf in leaves]) for index in range(len(pools)))
+
+
+def _compute_one(model: Any, pool: LatentPool, block: Block, *, steps: int, storage: Any):
+    pool = jax.tree.map(lambda leaf: leaf.at[:, block.copy_target].set(leaf[:, block.copy_source], mode="drop"), pool)
+    size = block.tokens.shape[0]
+    latent = model.row_format.kind == "latent"
+    table = PageTable(*block.table.T[:, None])
+
+    def run(pool, tokens, positions, write_page, write_row, write_position):
+        count = tokens.shape[0]
+        view = PagedView(
+            pool=pool,
+            page_table=table,
+            query_position=positions,
+            query_offsets=jnp.array([0, count], jnp.int32),
+            write_page=write_page,
+            write_row=write_row,
+            write_position=write_position,
+            dependence=pool.empty_profiles(count),
+            form="expanded" if latent and count >= EXPANDED_FROM else "absorbed",
+            storage=storage,
+        )
+        hidden, view = model.forward(tokens, positions, view)
+        return hidden, view.finished_pool()
+
+    hidden, pool = run(pool, block.tokens, block.positions, block.write_page, block.write_row, block.write_position)
+    logits = model.unembed(hidden[block.kept])
+    if not steps:
+        return logits, jnp.zeros((0,), jnp.int32), pool
+
+    def step(carry, index):
+        pool, token = carry
+        position = (block.length + index)[None]
+        page, row = block.slots[index]
+        hidden, pool = run(pool, token[None], position, page[None], row[None], position)
+        return (pool, jnp.argmax(model.unembed(hidden[0])).astype(jnp.int32)), token
+
+    first = jnp.argmax(model.unembed(hidden[jnp.minimum(block.last, size - 1)])).astype(jnp.int32)
+    (pool, _), generated = lax.scan(step, (pool, first), jnp.arange(steps, dtype=jnp.int32))
+    return logits, generated, pool
