@@ -28,9 +28,9 @@ def get_config() -> ConfigDict:
             "length": 2048,
             "microbatch": 8,  # sequences whose logits are in memory at once
             "heldout": 32,  # sequences at the end of each text that are measured on
-            "optimiser": {"learning_rate": 3e-3, "warmup_steps": 20, "final_share": 0.05, "weight_decay": 0.0},
+            "optimiser": {"learning_rate": 1.5e-3, "warmup_steps": 20, "final_share": 0.05, "weight_decay": 0.0},
             "trial_steps": 0,  # steps at each of the rates, before the run with the best of them
-            "trial_rates": (1e-3, 3e-3, 1e-2),  # in units of the size of what is changed
+            "trial_rates": (5e-4, 1.5e-3, 5e-3),  # in units of the size of what is changed
             "dtype": "bfloat16",
             "fused": False,  # cuDNN attention on an NVIDIA GPU
             "checkpoint_every": 50,
