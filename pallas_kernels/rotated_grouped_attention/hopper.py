@@ -55,10 +55,11 @@ def rotated_grouped_attention(
     row_bytes = 2 * key_heads * width * query.dtype.itemsize
     if packed is None:
         packed = rows_of_table(page_table, query_position, key_pages.shape[2], storage)
-    return attend_packed(
+    out, lse, _ = attend_packed(
         read_rows, query, None, query_position, packed, value_width=width, scale=scale,
         rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), interpret=interpret,
     )  # fmt: skip
+    return out, lse
 
 
 def unsupported(

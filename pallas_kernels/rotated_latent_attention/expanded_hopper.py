@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_reach import Distances
 from pallas_kernels.packed_rows import NEVER, PackedRows, rows_of_table
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
@@ -28,6 +29,8 @@ ROWS_AT_ONCE = 16384
 MAX_PROJECTED_BYTES = 2**30
 TILE_QUERIES, BLOCK_ROWS, STAGES = 128, 128, 2
 COMPUTE_WARPGROUPS = 2
+# Rows whose weights are added up together where reach is measured, and what may be kept of them at a time.
+GROUP_ROWS, MAX_MASS_BYTES = 16, 2**28
 LOG2E = math.log2(math.e)
 # A finite floor below every score and above the mask: differences of equal infinities would be NaN.
 FLOOR, MASKED = -1e20, -1e30
@@ -53,8 +56,41 @@ def expanded_latent_attention(
     rows_at_once: int = ROWS_AT_ONCE,
     interpret: bool = False,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
-    """See ``api.expanded_latent_attention``. ``rows_at_once`` bounds the rows projected up at a time (static); their
-    keys and values never take more than ``MAX_PROJECTED_BYTES``.
+    """See ``api.expanded_latent_attention``; the rest as for ``expanded_latent_attention_with_reach``.
+
+    Raises:
+      NotImplementedError: for widths or dtypes the kernel does not take.
+    """
+    out, lse, _ = expanded_latent_attention_with_reach(
+        q_nope, q_rope, query_position, latent_pages, rope_pages, layer, page_table, rotary, w_uk, w_uv, scale=scale,
+        storage=storage, distances=(), packed=packed, rows_at_once=rows_at_once, interpret=interpret,
+    )  # fmt: skip
+    return out, lse
+
+
+def expanded_latent_attention_with_reach(
+    q_nope: Float[Array, "M H K"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    w_uk: Float[Array, "H K C"],
+    w_uv: Float[Array, "H C V"],
+    *,
+    scale: float,
+    storage: Storage = "base",
+    distances: Distances,
+    packed: PackedRows | None = None,
+    rows_at_once: int = ROWS_AT_ONCE,
+    interpret: bool = False,
+) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H D"]]:
+    """``expanded_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
+
+    ``rows_at_once`` bounds the rows projected up at a time (static); their keys and values never take more than
+    ``MAX_PROJECTED_BYTES``. Groups of neighbouring rows are those of the packed order.
 
     Raises:
       NotImplementedError: for widths or dtypes the kernel does not take.
@@ -79,7 +115,7 @@ def expanded_latent_attention(
         packed = rows_of_table(page_table, query_position, latent_pages.shape[2], storage)
     return attend_packed(
         expanded, q_nope, q_rope, query_position, packed, value_width=w_uv.shape[2], scale=scale,
-        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), interpret=interpret,
+        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), distances=distances, interpret=interpret,
     )  # fmt: skip
 
 
@@ -94,17 +130,20 @@ def attend_packed(
     scale: float,
     rows_at_once: int,
     interpret: bool,
-) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
-    """Attention of one request's queries to its visible rows.
+    distances: Distances = (),
+) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H D"]]:
+    """Attention of one request's queries to its visible rows, and the share of weight beyond ``distances``.
 
     ``read_rows(page, row, delta, seen)`` gives keys ``[N, J, K]``, rotary keys that heads share ``[N, R]`` (or None)
     and values ``[N, J, V]`` of ``N`` rows, turned by ``delta``; where not ``seen`` they are finite.
     """
     tokens, heads = query.shape[:2]
     capacity = rows.columns[0].shape[0]
-    rows_at_once = -(-min(rows_at_once, capacity) // BLOCK_ROWS) * BLOCK_ROWS
-    chunks = -(-capacity // rows_at_once)
     spare = -tokens % TILE_QUERIES
+    if distances:
+        rows_at_once = min(rows_at_once, MAX_MASS_BYTES * GROUP_ROWS // (4 * heads * (tokens + spare)))
+    rows_at_once = max(1, -(-min(rows_at_once, capacity) // BLOCK_ROWS)) * BLOCK_ROWS
+    chunks = -(-capacity // rows_at_once)
     position = jnp.pad(query_position, (0, spare), constant_values=-1)
     query, query_rope = (None if x is None else jnp.pad(x, ((0, spare), (0, 0), (0, 0))) for x in (query, query_rope))
     fills = (0, 0, 0, NEVER)
@@ -116,16 +155,30 @@ def attend_packed(
     def attend(chunk):
         page, row, delta, place = (lax.dynamic_slice_in_dim(x, chunk * rows_at_once, rows_at_once) for x in columns)
         key, rope, value = read_rows(page, row, delta, (place != NEVER)[:, None])
-        return attend_rows(query, query_rope, position, key, rope, value, place, scale=scale, interpret=interpret)
+        out, lse, mass = attend_rows(
+            query, query_rope, position, key, rope, value, place, scale=scale, masses=bool(distances),
+            interpret=interpret,
+        )  # fmt: skip
+        # Shares merge as outputs do.
+        return (out, lse) if mass is None else (jnp.concatenate([out, _reach(mass, lse, place)], axis=-1), lse)
+
+    def _reach(mass, lse, place):
+        nearest = jnp.max(jnp.where(place == NEVER, -1, place).reshape(-1, GROUP_ROWS), axis=1)
+        nearest = jnp.where(nearest < 0, NEVER, nearest)[None, :, None]
+        reached = position[None, None, :]
+        weight = jnp.exp(mass - jnp.where(lse == -jnp.inf, 0.0, lse)[:, None, :])
+        shares = [jnp.sum(jnp.where(nearest <= reached - far, weight, 0.0), axis=1) for far in distances]
+        return jnp.stack(shares, axis=-1)
 
     if chunks == 1:
         out, lse = attend(0)
     else:
         padded = tokens + spare
-        start = (jnp.zeros((heads, padded, value_width)), jnp.full((heads, padded), -jnp.inf))
+        start = (jnp.zeros((heads, padded, value_width + len(distances))), jnp.full((heads, padded), -jnp.inf))
         steps = -(-rows.total // rows_at_once)
         out, lse = lax.fori_loop(0, steps, lambda chunk, state: _merge(state, attend(chunk)), start)
-    return out[:, :tokens].swapaxes(0, 1).astype(query.dtype), lse[:, :tokens].T
+    out = out[:, :tokens].swapaxes(0, 1)
+    return out[..., :value_width].astype(query.dtype), lse[:, :tokens].T, out[..., value_width:]
 
 
 def unsupported(
@@ -163,9 +216,13 @@ def attend_rows(
     row_position: Int[Array, " N"],
     *,
     scale: float,
+    masses: bool = False,
     interpret: bool = False,
-) -> tuple[Float[Array, "H M V"], Float[Array, "H M"]]:
+) -> tuple[Float[Array, "H M V"], Float[Array, "H M"], Float[Array, "H N16 M"] | None]:
     """Attention of queries to the rows at or before their positions: float32 output and natural log-sum-exp.
+
+    With ``masses`` also the natural log-sum-exp over each ``GROUP_ROWS`` rows, position 0 aside, which only the first
+    row may have; it is written for blocks up to the last one that some query of the tile sees.
 
     Head ``h`` reads key head ``h // (H / J)`` and, where there are rotary keys apart, those that all heads share.
     ``M`` and ``N`` are multiples of 128; padding queries are at -1 and padding rows at ``NEVER``.
@@ -189,11 +246,13 @@ def attend_rows(
     if turned:
         rope["query_rope"] = tile((COMPUTE_WARPGROUPS, queries, turned[0].shape[-1]))
         rope["rope_keys"] = tile((STAGES, BLOCK_ROWS, turned[1].shape[-1]))
-    return plgpu.kernel(
-        partial(_body, group=group, scale=scale, interpret=interpret),
+    mass_shape = (heads, row_position.shape[0] // GROUP_ROWS, tokens) if masses else (1,)
+    out, lse, mass = plgpu.kernel(
+        partial(_body, group=group, scale=scale, masses=masses, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((heads, tokens, value_width), jnp.float32),
             jax.ShapeDtypeStruct((heads, tokens), jnp.float32),
+            jax.ShapeDtypeStruct(mass_shape, jnp.float32),
         ),
         grid=(heads, tokens // TILE_QUERIES),
         grid_names=("head", "tile"),
@@ -216,14 +275,15 @@ def attend_rows(
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )(unmasked, steps, query_position, row_position, q_nope, key, value, *turned)
+    return out, lse, mass if masses else None
 
 
 def _body(
     unmasked_ref, steps_ref, query_position_ref, row_position_ref, q_nope_ref, key_ref, value_ref, *refs,
-    group, scale, interpret, query, keys, values, query_loaded, keys_loaded, values_loaded, keys_used, values_used,
-    turn, query_rope=None, rope_keys=None,
+    group, scale, masses, interpret, query, keys, values, query_loaded, keys_loaded, values_loaded, keys_used,
+    values_used, turn, query_rope=None, rope_keys=None,
 ):  # fmt: skip
-    *turned_refs, out_ref, lse_ref = refs
+    *turned_refs, out_ref, lse_ref, mass_ref = refs
     head, tile, me = lax.axis_index("head"), lax.axis_index("tile"), lax.axis_index("warpgroup")
     key_head = head // group
     steps = steps_ref[tile]
@@ -301,6 +361,20 @@ def _body(
 
             return pl.run_scoped(scope, plgpu.ACC((queries, block), jnp.float32))
 
+        def write_masses(step, maximum, weight):
+            def grouped(weight):
+                parts = range(0, block, GROUP_ROWS)
+                return tuple(weight[:, start : start + GROUP_ROWS].sum(axis=1) for start in parts)
+
+            def without_first_row(weight):
+                column = plgpu.broadcasted_iota(jnp.int32, weight.shape, 1, layout=plgpu.Layout.WGMMA)
+                return grouped(jnp.where(column == 0, 0.0, weight))
+
+            sink = (step == 0) & (row_position_ref[0] == 0)
+            for index, mass in enumerate(lax.cond(sink, without_first_row, grouped, weight)):
+                target = mass_ref.at[head, step * (block // GROUP_ROWS) + index, mine]
+                target[...] = maximum * (1 / LOG2E) + jnp.log(mass)
+
         def run_step(step, state, masked):
             out, maximum, total = state
             slot = lax.rem(step, jnp.int32(STAGES))
@@ -315,6 +389,8 @@ def _body(
             new = jnp.maximum(maximum, score.max(axis=1))
             rescale = jnp.exp2(maximum - new)
             weight = jnp.exp2(score - lax.broadcast_in_dim(new, score.shape, [0]))
+            if masses:
+                write_masses(step, new, weight)
             out = out * lax.broadcast_in_dim(rescale, out.shape, [0])
             total = total * rescale + weight.sum(axis=1)
             narrow = weight.astype(jnp.bfloat16)

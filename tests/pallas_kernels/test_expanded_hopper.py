@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import packed_rows
 from pallas_kernels.rotated_latent_attention import api, expanded_hopper
-from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention
+from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention_with_reach
 from pallas_kernels.rotated_latent_attention.reference import NEVER
 from tests.pallas_kernels.latent_oracle import random_problem
 from tests.tolerances import assert_close
@@ -57,16 +57,27 @@ def test_packed_rows_are_the_visible_ones_in_order(storage):
     ids=["two_tiles", "chunks"],
 )
 def test_interpreted_kernel_against_the_reference(rows, queries, at_once, storage, capfd):
-    """Partial pages in any order, NaN elsewhere, padding queries; no two warpgroups touch a buffer out of order."""
-    case = problem(rows, queries, interleaved=storage == "base")
+    """Partial pages in any order, NaN elsewhere, padding queries; no two warpgroups touch a buffer out of order.
+
+    Reach is compared where pages are full, so that both group the same rows.
+    """
+    distances = (32, 128) if storage == "unrotated" else ()
+    case = problem(rows, queries, interleaved=storage == "base", full_pages=bool(distances))
     position = case.query_position.copy()
     position[[0, 7]] = -1
     inputs = arguments(replace(case, query_position=position))
     settings = {"scale": case.scale, "storage": storage}
-    attend = partial(expanded_hopper.expanded_latent_attention, rows_at_once=at_once, interpret=True, **settings)
-    out, lse = jax.block_until_ready(jax.jit(attend)(*inputs))
+    settings["distances"] = distances
+    attend = partial(
+        expanded_hopper.expanded_latent_attention_with_reach, rows_at_once=at_once, interpret=True, **settings
+    )
+    out, lse, reach = jax.block_until_ready(jax.jit(attend)(*inputs))
     assert "RACE" not in capfd.readouterr().out
-    expected_out, expected_lse = (np.asarray(x, np.float64) for x in expanded_latent_attention(*inputs, **settings))
+    expected = expanded_latent_attention_with_reach(*inputs, **settings)
+    expected_out, expected_lse, expected_reach = (np.asarray(x, np.float64) for x in expected)
+    if distances:
+        assert_close(reach, expected_reach, atol=2e-3, rtol=0)
+        assert 0.1 < expected_reach[..., 1].max() < expected_reach[..., 0].max()
     out, lse = np.asarray(out, np.float64), np.asarray(lse)
     assert np.linalg.norm(out - expected_out) < 4e-3 * np.linalg.norm(expected_out)
     assert_close(out, expected_out, "bfloat16")

@@ -20,7 +20,7 @@ from pallas_kernels.gear_hash.rolling import rolling_hashes
 from pallas_kernels.gear_hash.xxhash64 import range_fingerprints
 from pallas_kernels.rotary import rotary_table
 from pallas_kernels.rotate_keys.api import rotate_keys
-from pallas_kernels.rotated_latent_attention import expanded, hopper, reference
+from pallas_kernels.rotated_latent_attention import expanded, expanded_hopper, hopper, reference
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, hopper_available
 from tests.pallas_kernels.latent_attention_cases import LatentAttentionCases
 from tests.pallas_kernels.latent_oracle import random_problem, rotate64
@@ -115,7 +115,7 @@ def test_reach(heads, queries):
 
 @pytest.mark.parametrize(("queries", "key_width", "value_width"), [(1, 128, 128), (37, 64, 64), (200, 128, 128)])
 def test_expanded(queries, key_width, value_width):
-    problem = problem_on_gpu(11, rows=(700,), queries=(queries,), num_pages=61)
+    problem = problem_on_gpu(11, rows=(700,), queries=(queries,), num_pages=61, full_pages=True)
     rng = np.random.default_rng(0)
     _, q_rope, position, _, *pool = problem.arguments()
     heads, width = q_rope.shape[1], pool[0].shape[-1]
@@ -124,8 +124,13 @@ def test_expanded(queries, key_width, value_width):
     operands = (q_nope, q_rope, position, *pool, w_uk, w_uv)
     settings = {"scale": problem.scale}
     out, lse = jax.jit(partial(expanded_latent_attention, implementation="mosaic_gpu", **settings))(*operands)
-    expected_out, expected_lse = jax.jit(partial(expanded.expanded_latent_attention, **settings))(*operands)
-    out, expected_out = (np.asarray(x, np.float64) for x in (out, expected_out))
+    measured, expected = (
+        jax.jit(partial(op.expanded_latent_attention_with_reach, distances=(32, 128), **settings))(*operands)
+        for op in (expanded_hopper, expanded)
+    )
+    assert_same_bits(measured[:2], (out, lse))
+    assert_close(measured[2], expected[2], atol=4e-3, rtol=0)
+    out, expected_out, expected_lse = (np.asarray(x, np.float64) for x in (out, *expected[:2]))
     assert np.linalg.norm(out - expected_out) < 5e-3 * np.linalg.norm(expected_out)
     assert_close(lse, expected_lse, atol=5e-3)
 
