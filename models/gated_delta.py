@@ -12,15 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models import gated_delta_weights, hybrid_attention, layers
 from models.delta_rule import gated_delta_rule, unit_vector, valid_tokens
 from models.gated_delta_weights import GatedDeltaConfig
-from models.moe import experts_swiglu
 from models.recurrent import RecurrentFamily
 from models.rotary import table as table_of_rotations
 from models.short_convolution import short_convolution
+from pallas_kernels.experts_swiglu.api import experts_swiglu
 from pallas_kernels.rotary import RotaryTable, rotate
 
 
@@ -127,13 +127,18 @@ def attention(
     return jnp.einsum("BMHK,HKD->BMD", out, params["out"]), rows
 
 
-def mixture(params: dict[str, Any], config: GatedDeltaConfig, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
-    """Routed experts, chosen and weighted by softmax, plus the shared one behind its own gate."""
+def mixture(
+    params: dict[str, Any], config: GatedDeltaConfig, x: Float[Array, "M D"], valid: Bool[Array, " M"]
+) -> Float[Array, "M D"]:
+    """Routed experts, chosen and weighted by softmax, plus the shared one behind its own gate.
+
+    What comes out for tokens that are not ``valid`` means nothing.
+    """
     logits = jnp.einsum("MD,DE->ME", x, params["router"], preferred_element_type=jnp.float32)
     weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.num_experts_per_tok)
     if config.norm_topk_prob:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    routed = experts_swiglu(x, experts, weights, params["gate"], params["up"], params["down"])
+    routed = experts_swiglu(x, experts, weights, params["gate"], params["up"], params["down"], valid=valid)
     shared = params["shared"]
     own = layers.swiglu(x, shared["gate"], shared["up"], shared["down"])
     return routed + jax.nn.sigmoid(layers.linear(x, params["shared_gate"])) * own
@@ -158,7 +163,8 @@ def layer(
         out, kept = mixer(params["mixer"], config, x, kept, count)
     hidden = hidden + out
     x = offset_norm(hidden, params["post_norm"], config.rms_norm_eps)
-    return hidden + mixture(params["mlp"], config, x.reshape(-1, x.shape[-1])).reshape(x.shape), kept
+    valid = jnp.broadcast_to(valid_tokens(x.shape[1], count), x.shape[:2]).reshape(-1)
+    return hidden + mixture(params["mlp"], config, x.reshape(-1, x.shape[-1]), valid).reshape(x.shape), kept
 
 
 def final_norm(params: dict[str, Any], config: GatedDeltaConfig, hidden: Float[Array, "*batch D"]) -> Array:

@@ -129,7 +129,8 @@ def layer(
     feed = params["mlp"]
     if kind.endswith("dense"):
         return hidden + layers.swiglu(x, feed["gate"], feed["up"], feed["down"]), kept
-    return hidden + mixture(x.reshape(-1, x.shape[-1]), feed, config.latent).reshape(x.shape), kept
+    valid = jnp.broadcast_to(valid_tokens(x.shape[1], count), x.shape[:2]).reshape(-1)
+    return hidden + mixture(x.reshape(-1, x.shape[-1]), feed, config.latent, valid=valid).reshape(x.shape), kept
 
 
 def final_norm(params: dict[str, Any], config: KDAConfig, hidden: Float[Array, "*batch D"]) -> Array:
