@@ -14,6 +14,7 @@ COMMANDS = {
     "run": ("command_line.studies:RUN", "a study by name, with a report"),
     "compare": ("command_line.compare:COMMAND", "two runs side by side, with differences beyond noise marked"),
     "chat": ("command_line.chat:COMMAND", "talk with a small model over the content cache"),
+    "serve": ("command_line.serve:COMMAND", "an OpenAI-compatible endpoint over the content cache"),
     "models": ("command_line.checkpoints:COMMAND", "list, plan, convert and check models"),
     "cache": ("command_line.stored_cache:COMMAND", "look into, verify, export and forget what a disk tier holds"),
     "doctor": ("command_line.doctor:COMMAND", "versions, devices, and which kernels can run here and why not"),

@@ -11,6 +11,7 @@ from irminsul.cache import CacheConfig
 from irminsul.engine import Engine, Response
 from models import Tokenizer
 from models.families import Model
+from models.text_stream import TextStream
 
 PROMPT_TOKENS, ANSWER_TOKENS = 4096, 512
 
@@ -45,30 +46,9 @@ class Conversation:
 
         prompt = self.tokenizer.encode_chat(asked)
         response = self.engine.serve(prompt, max_new_tokens=most, stop_tokens=self.stop, on_token=on_token, **sampling)
+        stream.finish()
         self.messages = [*asked, {"role": "assistant", "content": stream.text}]
         return response
-
-
-@dataclasses.dataclass
-class TextStream:
-    """Tokens to text as they come: what may still change (half of a character) is held back."""
-
-    tokenizer: Tokenizer
-    on_text: Callable[[str], None]
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    shown: int = 0
-
-    @property
-    def text(self) -> str:
-        return self.tokenizer.decode(self.tokens)
-
-    def add(self, token: int) -> None:
-        """Takes one more token."""
-        self.tokens.append(token)
-        text = self.text
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self.on_text(text[self.shown :])
-            self.shown = len(text)
 
 
 def conversation(model: Model, tokenizer: Tokenizer, system: str = "", policy: str = "irminsul") -> Conversation:

@@ -13,15 +13,16 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PACKAGES = ("irminsul", "models", "pallas_kernels", "experiments", "command_line")
-DOCUMENTED = ("irminsul", "models", "pallas_kernels", "command_line")
+PACKAGES = ("irminsul", "models", "pallas_kernels", "experiments", "command_line", "endpoint")
+DOCUMENTED = ("irminsul", "models", "pallas_kernels", "command_line", "endpoint")
 # A package may import itself and those named here.
 MAY_IMPORT = {
     "pallas_kernels": set(),
     "irminsul": {"pallas_kernels"},
     "models": {"pallas_kernels"},
     "experiments": {"irminsul", "models", "pallas_kernels"},
-    "command_line": {"experiments", "irminsul", "models", "pallas_kernels"},
+    "endpoint": {"irminsul", "models"},
+    "command_line": {"endpoint", "experiments", "irminsul", "models", "pallas_kernels"},
 }
 MAX_FILE_BYTES = 16 * 2**20
 
@@ -123,14 +124,15 @@ def test_tracked_files_are_small_and_name_no_machine_or_registry():
 def test_lock_satisfies_pyproject():
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = pyproject["project"]
-    wanted = pyproject["build-system"]["requires"] + project["dependencies"] + project["optional-dependencies"]["dev"]
+    optional = project["optional-dependencies"]
+    wanted = pyproject["build-system"]["requires"] + project["dependencies"]
+    wanted += optional["serve"] + optional["docs"] + optional["dev"]
     versions = pins((ROOT / "requirements.lock").read_text())
     assert unmet(wanted, versions) == []
     assert unmet(wanted, versions | {"jax": "0.4.0"}) == ["jax"]
     assert versions["jax"] == versions["jaxlib"] == "0.11.2"
 
     extras = pins((ROOT / "requirements-extras.lock").read_text())
-    optional = project["optional-dependencies"]
     assert set(extras) == {canonicalize_name(name) for name in optional["smollm2"] + optional["deepseek"]}
     assert unmet(optional["tpu"], pins((ROOT / "requirements-tpu.lock").read_text())) == []
 

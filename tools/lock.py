@@ -3,8 +3,8 @@
     python tools/lock.py            write it
     python tools/lock.py --check    fail when the file and the environment differ
 
-Roots are the build system, the runtime dependencies and the `dev` extra. Only names and versions are written, no
-index and no address, so that each machine resolves them through its own configuration.
+Roots are the build system, the runtime dependencies and the extras `serve`, `docs` and `dev`. Only names and versions
+are written, no index and no address, so that each machine resolves them through its own configuration.
 """
 
 import argparse
@@ -22,10 +22,12 @@ HEADER = "# The exact environment of the project on Linux. Written by tools/lock
 
 
 def roots() -> list[Requirement]:
-    """What pyproject.toml asks for, to build, run and develop."""
+    """What pyproject.toml asks for, to build, run, serve, document and develop."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = pyproject["project"]
-    texts = pyproject["build-system"]["requires"] + project["dependencies"] + project["optional-dependencies"]["dev"]
+    texts = pyproject["build-system"]["requires"] + project["dependencies"]
+    for extra in ("serve", "docs", "dev"):
+        texts += project["optional-dependencies"][extra]
     return [Requirement(text) for text in texts]
 
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import models
-from experiments.chat import TextStream, conversation
+from experiments.chat import conversation
 from models import pretrained, smollm2
 from models.kv_view import DenseView
+from models.text_stream import TextStream
 
 HELD_OUT = pretrained.FOLDER / "irminsul-mini" / "heldout.jsonl.xz"
 
@@ -32,6 +33,10 @@ def test_text_comes_in_whole_characters():
         stream.add(token)
     assert shown == ["a", "é", "→", "b"]
     assert stream.text == "aé→b"
+    stream.add("é".encode()[0])
+    assert stream.text == "aé→b"
+    stream.finish()
+    assert stream.text == "aé→b\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.fixture(scope="module")
