@@ -40,5 +40,10 @@ def sample(logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array,
         key = jax.random.fold_in(jax.random.key(seed), position)
         return order[jax.random.categorical(key, jnp.where(before < top_p, ordered, -jnp.inf))]
 
-    drawn = jax.vmap(draw)(logits, sampling.temperature, sampling.top_p, sampling.seed, position)
-    return jnp.where(sampling.temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)
+    def draw_all():
+        drawn = jax.vmap(draw)(logits, sampling.temperature, sampling.top_p, sampling.seed, position)
+        return jnp.where(sampling.temperature > 0, drawn, likeliest)
+
+    likeliest = jnp.argmax(logits, axis=-1)
+    # Sorting a large vocabulary takes as long as a small model's layers: not for greedy batches.
+    return jax.lax.cond(jnp.any(sampling.temperature > 0), draw_all, lambda: likeliest).astype(jnp.int32)
