@@ -62,8 +62,8 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
         _fill(server, rng, settings, max(lengths))
         for length in lengths:
             rows += _length_rows(server, work, rng, settings, length)
-            print(*(_line(row) for row in rows[-20:]), sep="\n", flush=True)
-        hit = _cost_of_a_hit(server, work, rng, settings, min(lengths))
+            print(*(_line(row) for row in rows if row["length"] == length), sep="\n", flush=True)
+    hit = _cost_of_a_hit(server, rng, settings, min(lengths))
     decoding = _decoding(server, work, copy, settings)
     summary = _summary(rows, work, peak, settings) | hit | decoding | start
     summary |= {"matmul_tflops": peak / 1e12, "copy_gb_per_second": copy / 1e9, "compiled_while_timing": later.programs}
@@ -164,9 +164,7 @@ def _row(
     }
 
 
-def _cost_of_a_hit(
-    server: Server, work: Work, rng: np.random.Generator, settings: dict[str, Any], length: int
-) -> dict[str, float]:
+def _cost_of_a_hit(server: Server, rng: np.random.Generator, settings: dict[str, Any], length: int) -> dict[str, float]:
     """What reuse adds on the host, by tokens and by spans, what turning adds on the device, and the length of a span
     from which it is cheaper than computing."""
     source = _new_tokens(rng, server, length)
