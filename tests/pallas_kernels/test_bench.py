@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import bench
+from pallas_kernels import bench, bench_keys
 from pallas_kernels.rotated_latent_attention.arg_specs import SMALL, frequencies
 from pallas_kernels.rotated_latent_attention.reference import rotated_latent_attention
 
@@ -41,3 +41,14 @@ def test_errors_see_a_wrong_turn():
     wrong = rotated_latent_attention(**operands | {"layer": layer, "page_table": still}, scale=scale)
     assert min(bench.errors(task, operands, *wrong, frequencies(task.spec))) > 1e-2
     assert np.all(np.isfinite(wrong[0]))
+
+
+def test_keys_and_hashes_are_timed(tmp_path):
+    path = tmp_path / "new" / "result.json"
+    bench_keys.main(["--quick", f"--out={path}"])
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["op"], row.get("kind")) for row in rows] == [
+        ("rotate_keys", "mla"), ("rotate_keys", "gqa"), ("rolling_hashes", None), ("range_fingerprints", None),
+    ]  # fmt: skip
+    assert [row["key_bytes"] / row["row_bytes"] for row in rows[:2]] == [64 / 576, 1 / 2]
+    assert all(row["microseconds"] > 0 for row in rows)
