@@ -39,7 +39,7 @@ def check_rotation(model: Any, config: CacheConfig) -> float:
     Raises:
       RotationError: if either is more than rounding.
     """
-    shift = min(SHIFT, model.max_position - CONTEXT - 1 - START)
+    shift = min(SHIFT, model.uniform_positions - CONTEXT - 1 - START)
     near, fresh, moved = (
         [np.asarray(part) for part in last_token(model, config, jnp.int32(begin), jnp.int32(delta))]
         for begin, delta in ((START, 0), (START + shift, 0), (START + shift, shift))

@@ -163,6 +163,12 @@ class Model:
         return self.config.max_position_embeddings
 
     @property
+    def uniform_positions(self) -> int:
+        """Positions, from 0, at which a query is the same but for its rotation; beyond them some models scale it."""
+        rope = self.config.rope_parameters
+        return rope.original_max_position_embeddings if rope.llama_4_scaling_beta else self.max_position
+
+    @property
     def dtype(self) -> jnp.dtype:
         """Dtype of weights and arithmetic, norms and softmax aside."""
         return self.params["embed"].dtype

@@ -17,6 +17,8 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
+from models.chat_format import FORMATS
+
 # For models without a template of their own: one line naming the role, then the content, tools as JSON in front.
 #
 #     <|tools|>
@@ -111,7 +113,7 @@ class Tokenizer:
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """The tokenizer of a checkpoint: ``tokenizer.json``, and where present ``tokenizer_config.json`` and
-    ``chat_template.jinja``.
+    ``chat_template.jinja``. Without a template, chats take the form known for the ``model_type`` of ``config.json``.
 
     Raises:
       FileNotFoundError: if there is no ``tokenizer.json``.
@@ -136,11 +138,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if (folder / "chat_template.jinja").exists():
         return {"default": (folder / "chat_template.jinja").read_text()}
-    template = settings.get("chat_template")
+    template = settings.get("chat_template") or _known_template(folder)
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         return {"default": DEFAULT_TEMPLATE} | named
     return {"default": template or DEFAULT_TEMPLATE}
+
+
+def _known_template(folder: Path) -> str | None:
+    """The form that models of this type write chats in, if it is known."""
+    path = folder / "config.json"
+    known = FORMATS.get(json.loads(path.read_text()).get("model_type")) if path.exists() else None
+    return None if known is None else known.template()
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

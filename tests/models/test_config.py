@@ -12,6 +12,11 @@ from models.families import abstract, parameter_count, preset, presets, random_m
 from models.rotary import attention_amplitude, frequencies, rope_parameters, softmax_scale_factor
 from tests.models.tiny import V2, V3
 
+DSA = V3 | {"model_type": "deepseek_v32", "index_topk": 7, "index_head_dim": 12, "index_n_heads": 5}
+LONGCAT = V3 | {"model_type": "longcat_flash", "first_k_dense_replace": 0, "norm_topk_prob": False, "n_group": 1}
+LONGCAT |= {"topk_group": 1}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 5, "original_max_position_embeddings": 128}
+
 
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -38,6 +43,15 @@ from tests.models.tiny import V2, V3
         (V3 | {"rope_scaling": {"type": "spiral"}}, "'spiral' is not supported"),
         (V3 | {"rope_scaling": {"type": "yarn", "factor": 4}}, "needs original_max_position_embeddings"),
         (V3 | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
+        (DSA | {"index_topk": 0}, "index_topk=0, index_head_dim=12, index_n_heads=5"),
+        (DSA | {"index_head_dim": 8}, "index_head_dim=8 is less than qk_rope_head_dim=10"),
+        (DSA | {"indexer_types": ["shared", "full", "full"]}, "beginning with 'full'"),
+        (V3 | {"index_topk": 7}, "index_topk=7 belongs to sparse attention, not to deepseek_v3"),
+        (V3 | {"mlp_layer_types": ["sparse", "dense", "sparse"]}, "must name 3 layers, dense ones first"),
+        (V3 | {"model_type": "minicpm3", "rope_interleave": True}, "rope_interleave=True contradicts minicpm3"),
+        (LONGCAT | {"num_layers": 2, "num_hidden_layers": 3}, "num_hidden_layers=3 contradicts num_layers"),
+        (LONGCAT | {"num_hidden_layers": 3}, "num_hidden_layers=3 must be even"),
+        (V3 | {"rope_scaling": LONGROPE | {"long_factor": [2.0] * 5}}, "'longrope' changes its frequencies"),
         (V3 | {"model_type": "mamba2"}, "'mamba2' is refused because its state is recurrent"),
         (V3 | {"model_type": "kimi_linear"}, "some of its layers keep a recurrent state"),
         (V3 | {"model_type": "qwen3_next"}, "some of its layers keep a recurrent state"),
@@ -75,9 +89,9 @@ def test_yarn_interpolates_slow_frequencies_and_keeps_fast_ones():
 
 
 def test_a_config_survives_being_written_and_read():
-    for fields in (V2, V3, preset("deepseek-v3"), preset("kimi-k2"), preset("irminsul-mini-mla")):
-        config = MLAConfig.from_dict(fields)
-        assert MLAConfig.from_dict(config.to_dict()) == config
+    for fields in (V2, V3, *(preset(name) for name in presets())):
+        read = read_config(fields)[1]
+        assert type(read).from_dict(read.to_dict()) == read
 
 
 @pytest.mark.parametrize(
@@ -90,6 +104,14 @@ def test_a_config_survives_being_written_and_read():
         ("kimi-k2", 1026.4),
         ("moonlight-16b-a3b", 15.96),
         ("joyai-llm-flash", 48.94),
+        ("deepseek-v3.2", 671.878),
+        ("glm-5", 743.9),
+        ("glm-4.7-flash", 29.94),
+        ("mistral-small-4", 118.97),
+        ("mistral-large-3", 673.4),
+        ("minicpm3-4b", 4.0739),
+        ("youtu-llm-2b", 1.96156),
+        ("longcat-flash", 560.66),
     ],
 )
 def test_presets_have_their_published_size(name, billions):
@@ -110,6 +132,35 @@ def test_every_preset_reads():
 def test_an_unknown_preset_lists_the_known():
     with pytest.raises(ValueError, match=r"'deepseek-v9' is unknown; use one of .*deepseek-v3"):
         random_model("deepseek-v9")
+
+
+def test_longrope_is_a_rotation_like_any_other_where_no_prompt_changes_it():
+    short, long = [1.0, 2.0, 3.0, 4.0, 5.0], [9.0] * 5
+    scaling = {"type": "longrope", "short_factor": short, "long_factor": short, "original_max_position_embeddings": 128}
+    same = rope_parameters({"rope_scaling": scaling, "max_position_embeddings": 512})
+    assert attention_amplitude(same) == pytest.approx(math.sqrt(1 + math.log(4) / math.log(128)))
+    np.testing.assert_allclose(frequencies(same, 10), frequencies(rope_parameters({}), 10) / short)
+    never = rope_parameters({"rope_scaling": scaling | {"long_factor": long}, "max_position_embeddings": 128})
+    assert attention_amplitude(never) == 1.0
+    np.testing.assert_array_equal(frequencies(never, 10), frequencies(same, 10))
+
+
+def test_layers_share_the_choice_of_an_indexer_however_a_config_spells_it():
+    glm = DSA | {"model_type": "glm_moe_dsa", "num_hidden_layers": 7, "first_k_dense_replace": 7}
+    listed = [read_config(glm | fields)[1].indexed_layers for fields in (
+        {}, {"index_topk_freq": 3}, {"index_topk_pattern": "FFSSFSS"},
+        {"indexer_types": ["full", "full", "shared", "shared", "full", "shared", "shared"]},
+    )]  # fmt: skip
+    assert listed == [tuple(range(7)), (0, 1, 4), (0, 1, 4), (0, 1, 4)]
+
+
+@pytest.mark.parametrize("name", ["minicpm3-4b", "glm-5", "longcat-flash"])
+def test_the_first_layers_compute_what_they_did(name):
+    _, config = read_config(name)
+    first = config.first_layers(3)
+    assert first.num_hidden_layers == (4 if name == "longcat-flash" else 3)
+    assert first.residual_scale == pytest.approx(config.residual_scale)
+    assert first.indexed_layers == config.indexed_layers[:3]
 
 
 def test_random_models_repeat_by_seed_and_differ_in_digest():
