@@ -29,6 +29,7 @@ from experiments.batch_serving import Served, remember, remember_isolated, serve
 from experiments.divergence import divergence
 from experiments.errors import InputError
 from experiments.names import listed
+from experiments.oracle_repair import true_deviations, worst_tokens
 from experiments.planted_tasks import TASKS, Planter
 from experiments.reuse_items import LAST_CONTEXT, Item, planted_item
 from experiments.reuse_policies import Lane, lane
@@ -178,6 +179,7 @@ class Server:
         self.asked = [item.asked for item in items]
         self.steps = config.new_tokens if items[0].wanted else 0
         self.caches: dict[bool, list[ContentCache]] = {}
+        self.deviations: list[Float[np.ndarray, " T"]] | None = None
 
     def rows(self, lanes: Sequence[Lane]) -> list[dict[str, Any]]:
         """A row an item and policy. The first lane is the reference."""
@@ -207,7 +209,14 @@ class Server:
 
     def serve(self, each: Lane) -> Served:
         """Every item under one policy."""
-        return serve(self.model, self.cached(each), self.asked, each.policy, mode=self.config.mode, steps=self.steps)
+        caches, repairs = self.cached(each), None
+        if each.oracle:
+            if self.deviations is None:
+                self.deviations = true_deviations(self.model, caches, self.asked, mode=self.config.mode)
+            repairs = [worst_tokens(deviation, each.oracle) for deviation in self.deviations]
+        return serve(
+            self.model, caches, self.asked, each.policy, mode=self.config.mode, steps=self.steps, repairs=repairs
+        )
 
     def cached(self, each: Lane) -> list[ContentCache]:
         """The caches a policy reads, made when they are first asked for."""

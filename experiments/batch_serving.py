@@ -16,16 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array, lax
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32
 
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.cache_key import Context
+from irminsul.commit import allocate, pages_in_use
 from irminsul.decode import PageTableWriter
-from irminsul.plan import read_content
+from irminsul.placement import assign
+from irminsul.plan import REPAIR, SHIFTED, read_content
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import LatentPool
 from irminsul.prefill import Admission, Request, admit, complete
+from irminsul.repair import privatise
 from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path
 from irminsul.view import PagedView
 from pallas_kernels.page_table import PageTable
@@ -96,25 +99,63 @@ def serve(
     *,
     mode: Mode = "fast",
     steps: int = 0,
+    repairs: Sequence[Bool[np.ndarray, " T"]] | None = None,
 ) -> Served:
     """Serves ``asked[i]`` from ``caches[i]``; the caches stay as they are.
 
     Args:
       steps: tokens of the greedy continuation; forced tokens or reserved rows must be as many.
+      repairs: tokens served shifted that are recomputed, where ``policy`` itself recomputes none.
 
     Raises:
       As ``prefill.admit``.
     """
-    admissions = [
+    admissions = admitted(model, caches, asked, policy, mode=mode, steps=steps)
+    if repairs is not None:
+        admissions = [with_repaired(*pair) for pair in zip(admissions, repairs, strict=True)]
+    block = pack(admissions, asked, steps)
+    pools = tuple(admission.cache.pool for admission in admissions)
+    logits, generated, _ = compute(model, pools, block, steps=steps, storage=caches[0].config.storage, keep_pool=False)
+    bins = [admission.request.plan.bins for admission in admissions]
+    return Served(logits, generated, bins, [len(admission.request.entries) for admission in admissions])
+
+
+def admitted(
+    model: Any,
+    caches: Sequence[ContentCache],
+    asked: Sequence[Asked],
+    policy: Policy,
+    *,
+    mode: Mode = "fast",
+    steps: int = 0,
+) -> list[Admission]:
+    """Each prompt planned and its pages claimed in a copy of its cache that shares the pool.
+
+    Raises:
+      As ``prefill.admit``.
+    """
+    return [
         admit(model, host_copy(cache), each.prompt, policy, new_tokens=max(len(each.forced), steps), mode=mode)
         for cache, each in zip(caches, asked, strict=True)
     ]
-    block = pack(admissions, asked, steps)
-    pools = tuple(admission.cache.pool for admission in admissions)
-    logits, generated, _ = _compute(model, pools, block, steps=steps, storage=caches[0].config.storage, keep_pool=False)
-    plans = [admission.request.plan for admission in admissions]
-    entries = [len(admission.request.entries) for admission in admissions]
-    return Served(logits, generated, [plan.bins for plan in plans], entries)
+
+
+def with_repaired(admission: Admission, chosen: Bool[np.ndarray, " T"]) -> Admission:
+    """The admission with ``chosen`` tokens among those to compute, as ``repair.with_repairs`` would have had it.
+
+    Raises:
+      PoolTooSmallError: if the pool cannot hold copies of their pages.
+    """
+    request, cache = admission.request, admission.cache
+    bins = np.where(chosen & (request.plan.bin_of_token == SHIFTED), REPAIR, request.plan.bin_of_token)
+    plan = dataclasses.replace(request.plan, bin_of_token=bins.astype(request.plan.bin_of_token.dtype))
+    placement = privatise(admission.placement, plan)
+    copies = dataclasses.replace(placement, fresh=())
+    keep = pages_in_use(cache.tree, plan) | (cache.in_flight > 0)
+    pages, _ = allocate(cache.tree, copies, keep, cache.config.eviction)
+    placement = assign(placement, np.concatenate([request.pages, pages]))
+    request = dataclasses.replace(request, plan=plan, entries=placement.entries, private=pages)
+    return dataclasses.replace(admission, request=request, placement=placement)
 
 
 def remember(
@@ -143,7 +184,7 @@ def remember(
         padded = [*admissions, *[admissions[0]] * (len(caches) - len(here))]
         block = pack(padded, [_only(admission) for admission in padded], 0)
         pools = tuple(admission.cache.pool for admission in padded)
-        _, _, pools = _compute(model, pools, block, steps=0, storage=caches[0].config.storage, keep_pool=True)
+        _, _, pools = compute(model, pools, block, steps=0, storage=caches[0].config.storage, keep_pool=True)
         for index, admission, pool in zip(here, admissions, pools[: len(here)], strict=True):
             cache = dataclasses.replace(admission.cache, pool=pool)
             caches[index] = complete(cache, admission.request)
@@ -250,7 +291,7 @@ def _copies(placement: Any, request: Request) -> list[tuple[int, int]]:
 
 
 @partial(jax.jit, static_argnames=("steps", "storage", "keep_pool"))
-def _compute(
+def compute(
     model: Any, pools: tuple[LatentPool, ...], block: Block, *, steps: int, storage: Any, keep_pool: bool
 ) -> tuple[Float[Array, "B n V"], Int[Array, "B steps"], tuple[LatentPool, ...]]:
     """Computes the block of every prompt. Pools go in and come out one by one, since each belongs to a cache."""

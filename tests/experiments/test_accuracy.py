@@ -95,6 +95,17 @@ def test_a_batch_is_served_as_the_engine_serves_each(servers, name):
                 assert np.abs(first - np.asarray(other)).max() > 1e-4
 
 
+def test_the_oracle_wins_back_what_its_budget_buys(servers):
+    server = servers[1]
+    full, blind, some, everything = (
+        np.asarray(server.serve(lane(name)).logits) for name in ("full", "irminsul", "oracle:0.5", "oracle:1.0")
+    )
+    far, nearer = (np.abs(other - full).max() for other in (blind, some))
+    assert far > 1e-2
+    assert nearer < 0.8 * far
+    assert_close(everything, full)
+
+
 def test_forced_tokens_are_what_decoding_would_write(servers):
     server = servers[1]
     served = server.serve(lane("irminsul"))

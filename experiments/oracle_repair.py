@@ -1,0 +1,94 @@
+"""Repair that knows the answer: of the reused tokens, those whose rows full prefill would have made most different.
+
+Nobody can serve by it, since it takes the full prefill that reuse is to save. It shows how much of what reuse loses a
+choice of tokens could win back at most, and so how far the choice of a policy is from the best.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from experiments.batch_serving import Asked, admitted, compute, pack
+from irminsul.blocks import Mode
+from irminsul.cache import ContentCache
+from irminsul.policies import get_policy
+from irminsul.pool import LatentPool
+from irminsul.shifted_rows import shifted_rows
+from pallas_kernels.page_table import Storage
+from pallas_kernels.rotary import rotate
+
+
+def true_deviations(
+    model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], *, mode: Mode = "fast"
+) -> list[Float[np.ndarray, " T"]]:
+    """By prompt and token: how far the row that ``irminsul`` would serve is from the one full prefill makes.
+
+    Squared distance relative to the mean square of the layer's rows, latents and turned keys, summed over layers; 0 for
+    tokens that are not served shifted.
+    """
+    full = admitted(model, caches, asked, get_policy("full"), mode=mode)
+    pools = tuple(admission.cache.pool for admission in full)
+    block = pack(full, asked, 0)
+    storage = caches[0].config.storage
+    _, _, after = compute(model, pools, block, steps=0, storage=storage, keep_pool=True)
+    found = []
+    for cache, admission, reused, pool in zip(
+        caches, full, admitted(model, caches, asked, get_policy("irminsul"), mode=mode), after, strict=True
+    ):
+        rows = shifted_rows(reused.cache.tree, reused.request.plan)
+        deviation = np.zeros(reused.request.plan.length, np.float32)
+        if len(rows):
+            slots = admission.placement.write_page, admission.placement.write_row  # of every token, in order
+            places = [rows.position, rows.page, rows.row, rows.place, *(slot[rows.position] for slot in slots)]
+            padded = np.zeros((len(places), cache.config.max_prompt_tokens), np.int32)
+            padded[:, : len(rows)] = places
+            arguments = jax.device_put((padded, np.int32(len(rows))))
+            found_here = _true_deviation(model, cache.pool, pool, *arguments, storage=storage)
+            deviation[rows.position] = np.asarray(found_here)[: len(rows)]
+        found.append(deviation)
+    return found
+
+
+def worst_tokens(deviation: Float[np.ndarray, " T"], fraction: float) -> Bool[np.ndarray, " T"]:
+    """The ``fraction`` of the tokens served shifted that deviate most."""
+    budget = int(fraction * np.count_nonzero(deviation))
+    chosen = np.zeros(len(deviation), bool)
+    chosen[np.argsort(-deviation, kind="stable")[:budget]] = True
+    return chosen
+
+
+@partial(jax.jit, static_argnames="storage")
+def _true_deviation(
+    model: Any,
+    stored: LatentPool,
+    full: LatentPool,
+    places: Int[Array, "6 P"],
+    count: Int[Array, ""],
+    *,
+    storage: Storage,
+) -> Float[Array, " P"]:
+    position, page, row, place, now_page, now_row = places
+    real = jnp.arange(places.shape[1]) < count
+    rows = model.row_format
+    own = model.rotary.fine_cos.ndim == 3  # a table a layer
+
+    def relative(here: Float[Array, "P W"], now: Float[Array, "P W"]) -> Float[Array, " P"]:
+        size = jnp.sum(jnp.where(real[:, None], now**2, 0)) / count
+        return jnp.sum((here - now) ** 2, axis=-1) / size
+
+    def add(total: Float[Array, " P"], layer: Int[Array, ""]) -> tuple[Float[Array, " P"], None]:
+        latent, key = stored.latent_pages[layer, page, row], stored.rope_pages[layer, page, row]
+        now_latent, now_key = full.latent_pages[layer, now_page, now_row], full.rope_pages[layer, now_page, now_row]
+        if storage == "base":
+            rotary = jax.tree.map(lambda table: table[layer], model.rotary) if own else model.rotary
+            heads = key[:, : rows.rope_width].reshape(len(key), rows.rope_heads, -1)
+            key = rotate(heads, position - place, rotary).reshape(len(key), -1)
+        return total + relative(latent, now_latent) + relative(key, now_key[:, : key.shape[1]]), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros(places.shape[1]), jnp.arange(rows.num_layers))
+    return total
