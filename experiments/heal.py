@@ -153,7 +153,10 @@ def _plan(
     plan: dict[str, Any] = {"steps": config.steps, "learning_rate": config.optimiser.learning_rate}
     if config.trial_steps:
         found, seconds = try_rates(healing, config.trial_rates, training, config.trial_steps, held)
-        plan |= {"learning_rate": min(found, key=found.get), "trials": {str(rate): kl for rate, kl in found.items()}}
+        plan |= {
+            "learning_rate": min(found, key=lambda rate: found[rate]),
+            "trials": {str(rate): kl for rate, kl in found.items()},
+        }
         if config.minutes:
             left = started + config.minutes * 60 - time.monotonic()
             plan["steps"] = max(1, int(left / seconds))

@@ -5,6 +5,7 @@ its own turn the answer (Magpie, arXiv 2406.08464). Some conversations begin wit
 ask about what was read. Everything is drawn from a seed, in batches of rows of one length.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def openings(
         yield Opening(plain, turns)
         yield Opening(around(before + ABOUT[0], ABOUT[1]), turns)
         yield Opening(plain, turns)
-        yield Opening(around("", PLAIN), turns.replace(end=jnp.int32(NONE)))
+        yield Opening(around("", PLAIN), dataclasses.replace(turns, end=jnp.int32(NONE)))
 
 
 def write(
