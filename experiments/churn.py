@@ -1,9 +1,9 @@
 """Churn: a small cache under everything that can happen to it, against a ledger that recomputes everything.
 
-Random edits, permutations and repeats of prompts, requests that overlap and break off, pressure, other weights behind
-the same cache, fingerprints that collide. After every operation the whole pool is compared with the ledger
-(``experiments.churn_ledger``). Workers are independent (a seed each, storage in turn), so a run splits over any number
-of processes; a run with more operations goes on from the last one's checkpoints.
+Random edits, permutations and repeats of prompts, requests that overlap and break off, batches of them, pressure, other
+weights behind the same cache, fingerprints that collide, tiers, forgetting. After every operation the whole pool is
+compared with the ledger (``experiments.churn_ledger``). Workers are independent (a seed each, storage in turn),
+so a run splits over any number of processes; a run with more operations goes on from the last one's checkpoints.
 """
 
 import concurrent.futures
@@ -35,6 +35,7 @@ SUMMARY = (
     "forgets",
     "corrupt_objects_survived",
 )
+DETAILS = ("tokens", "refused", "batched_requests", "forgets_put_off")
 STORAGES = ("base", "unrotated")
 # One thread a worker; workers are many, and what they compute is small.
 SINGLE_THREAD = {
@@ -111,7 +112,7 @@ def run_leg(worker: Worker, length: int) -> dict[str, Any]:
     kinds = {"wrong_rows": "wrong", "leaked_rows": "leaked", "lost_pages": "lost", "evictions": "evictions"}
     found = {name: churn.ledger.counts[kind] for name, kind in kinds.items()}
     counts = Counter(churn.counts)
-    names = (*SUMMARY, *OPERATIONS, "tokens", "refused")
+    names = (*SUMMARY, *OPERATIONS, *DETAILS)
     return {name: counts[name] for name in names} | found | {"operations": churn.operation, "notes": churn.ledger.notes}
 
 
@@ -156,6 +157,6 @@ def _notes(config: ConfigDict, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    names = ("tokens", *OPERATIONS, "refused")
+    names = (*DETAILS, *OPERATIONS)
     counts = [(name.replace("_", " "), sum(row[name] for row in rows)) for name in names]
     return "## Operations\n\n" + report.markdown_table(("what", "count"), counts)

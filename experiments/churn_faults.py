@@ -77,7 +77,7 @@ def false_hints(cache: ContentCache, content: PromptContent, owner: int) -> int:
             page, row_end = int(table.page[bucket[candidate], slot]), int(table.row_end[bucket[candidate], slot])
             end = int(ends[candidate])
             floor = end - int(np.broadcast_to(lengths, ends.shape)[candidate])
-            pieces, _ = page_tree.walk_left(cache.tree, content.tokens, end, page, row_end, floor=floor)
+            pieces, _ = page_tree.walk_left(cache.tree, content.tokens, end, page, row_end, (owner,), floor=floor)
             spelled = bool(pieces) and pieces[0].position == floor
             found += int(cache.tree.namespace[page] != owner or not spelled)
     return found

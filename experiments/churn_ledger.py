@@ -23,6 +23,8 @@ KEPT_NOTES = 20
 RECOMPUTE_ALL_EVERY = 8
 NOBODY = -1
 FORGOTTEN = np.uint64(1 << 63)
+# A piece of a text: forgotten already where it may hold a part of a secret.
+FRAGMENT = np.uint64(1 << 62)
 ARCHIVED_PAGES = 8192
 
 
@@ -48,6 +50,7 @@ class Ledger:
         self.owner: list[bytes | None] = [None] * num_pages
         self.bitwise = np.zeros(num_pages, bool)  # whether pure means equal bits to this owner
         self.readers = np.zeros(num_pages, np.int32)
+        self.unfinished: dict[int, np.ndarray] = {}  # pages of admitted requests, by clock, until they are prefilled
         self.forgotten = FORGOTTEN
         self.checks = 0
         self.archive: OrderedDict[tuple[bytes, int, bytes], list[Archived]] = OrderedDict()
@@ -78,6 +81,17 @@ class Ledger:
 
     # A request from prefill to its end
 
+    def admitted(self, request: Request) -> None:
+        """A request has its pages and will be ``prefilled`` or ``withdrawn`` later, others going on meanwhile."""
+        self._claim(request)
+        self.readers[request.held] += 1
+        self.unfinished[request.clock] = np.concatenate([request.pages, request.private])
+
+    def withdrawn(self, request: Request) -> None:
+        """An admitted request has given its pages back before its rows were computed."""
+        self.free(self.unfinished.pop(request.clock))
+        self.ended(request)
+
     def prefilled(
         self,
         model: Any,
@@ -86,7 +100,7 @@ class Ledger:
         mark: int = 0,
         readable: frozenset[bytes] = frozenset(),
     ) -> None:
-        """Checks what a prompt was served and notes what it wrote.
+        """Checks what a prompt was served and notes what it wrote. Logits may be None.
 
         ``secrets [T]`` says, a bit each, which secrets each token of the prompt belongs to; ``mark`` is one more such
         bit for every token that this request computes. ``readable`` are keys of published rows that it asked to read.
@@ -103,8 +117,8 @@ class Ledger:
 
         bitwise = np.logical_and.accumulate(~reused | self.pure[source])
         bitwise &= np.logical_and.accumulate(~np.isin(plan.bin_of_token, (SHIFTED, REPAIR)))
-        logits = np.asarray(result.logits)[None]
         expected, cold_logits = self.reference(model, tokens)
+        logits = (cold_logits if result.logits is None else np.asarray(result.logits))[None]
         self._expect(same_bits(now[bitwise], expected[bitwise]), "bits of a pure row differ from a cold prefill")
         if bitwise.all():
             self._expect(same_bits(logits, cold_logits[None]), "logits behind pure rows differ")
@@ -117,12 +131,13 @@ class Ledger:
 
         influence = np.where(reused, self.secrets[source], np.uint64(mark)) | secrets
         written = ~reused | (page != source[0])  # computed, or copied into a page of this request
-        self._claim(request)
+        if self.unfinished.pop(request.clock, None) is None:
+            self._claim(request)
+            self.readers[request.held] += 1
         at = page[written], row[written]
         self.token[at], self.position[at] = tokens[written], np.arange(length)[written]
         self.pure[at], self.rows[at] = bitwise[written], now[written]
         self.secrets[at] = np.where(reused, influence, np.bitwise_or.accumulate(influence))[written]
-        self.readers[request.held] += 1
 
     def _check_served(
         self, request: Request, source: tuple, base: np.ndarray, reused: np.ndarray, readable: frozenset[bytes]
@@ -213,16 +228,22 @@ class Ledger:
         for page in (page for pages in self.archive.values() for page in pages):
             page.secrets[...] &= ~np.uint64(bit)
 
-    def forget(self, cache: ContentCache, bit: int) -> None:
-        """Checks that no stored row is left that a secret had a part in; from now on none may come back."""
+    def forget(self, cache: ContentCache, bit: int) -> int:
+        """Checks that no stored row is left that a secret had a part in; from now on none may come back.
+
+        Returns how many other rows have gone that a ``FRAGMENT`` had a part in.
+        """
+        dropped = np.arange(self.token.shape[1]) >= cache.tree.fill[:, None]
+        suspect = (self.secrets & (np.uint64(bit) | FRAGMENT)) == FRAGMENT
+        without = int((suspect & dropped & (self.token != NOBODY)).sum())
         self.forgotten |= np.uint64(bit)
         self.audit(cache)
         self.forgotten ^= np.uint64(bit)
-        dropped = np.arange(self.token.shape[1]) >= cache.tree.fill[:, None]
         self.token[dropped] = NOBODY
         for page in (page for pages in self.archive.values() for page in pages):
             page.secrets[(page.secrets & np.uint64(bit)) != 0] = FORGOTTEN
         self.unmark(bit)
+        return without
 
     # Rows that come from elsewhere
 
@@ -287,7 +308,9 @@ class Ledger:
         self._expect(held[tree.namespace != FREE], "a page belongs to nobody and is not free", "lost")
         self._expect(cache.in_flight == self.readers, "a page counts other readers than it has", "lost")
         filled = np.arange(tree.page_size) < tree.fill[:, None]
-        at = np.nonzero(held[:, None] & filled)
+        finished = held.copy()
+        finished[[page for pages in self.unfinished.values() for page in pages.tolist()]] = False
+        at = np.nonzero(finished[:, None] & filled)
         self._expect(self.token[at] == tree.tokens[at], "token of a stored row")
         self._expect(self.position[at] == tree.base_position[at[0]] + at[1], "position of a stored row")
         self._expect(self.pure[at] | ~tree.pure[at] | ~self.bitwise[at[0]], "a stored row that is not pure says it is")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from experiments.churn_batch import serve_batch
 from experiments.churn_faults import (
     colliding_pairs,
     constant_hash,
@@ -25,17 +26,18 @@ from experiments.churn_faults import (
 from experiments.churn_ledger import Ledger
 from experiments.churn_oracle import Reference
 from experiments.churn_tiers import Tiers
-from experiments.churn_traffic import SECRETS, Block, Traffic, secrets_of, tokens_of
+from experiments.churn_traffic import PUBLIC, SECRETS, STORED, TENANTS, Block, Traffic, secrets_of, tokens_of
 from irminsul.cache import CacheConfig, new_cache, open_namespace
 from irminsul.cache_key import request_key
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.decode import advance, start_decoding
 from irminsul.fingerprint import HashFunction
-from irminsul.forget import forget
+from irminsul.forget import Forgotten, forget
+from irminsul.page_tree import PageTree
 from irminsul.plan import EXACT, SHIFTED, read_content
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import Request, complete, prefill
+from irminsul.prefill import PrefillResult, Request, complete, prefill
 from irminsul.publish import publish
 from models import families
 
@@ -69,11 +71,8 @@ POLICIES = (
     get_policy("cacheblend", **EAGER),
     get_policy("full"),
 )
-STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded", "marked", "published", "told")
-TENANTS = 4
-PUBLIC = "everybody"
-STORED = ("tenant 0",)  # whose pages go to the tiers
-MARKS = 63  # bits behind those of secrets are for requests
+STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded", "marked", "published")
+MARKS = 62  # bits behind those of secrets are for requests
 MOST_OPEN = 3
 
 
@@ -136,7 +135,6 @@ class Churn:
         # Bit of each request that may be forgotten: its clock, and whose it is.
         self.marked: dict[int, tuple[int, str]] = {}
         self.published: set[bytes] = set()  # keys of rows for everybody who asks
-        self.told: set[bytes] = set()  # keys of those who have asked
         self.counts: Counter[str] = Counter()
         self.open: list[Open] = []
         self.operation = 0
@@ -222,16 +220,19 @@ class Churn:
             self.counts["refused"] += 1
             return None
         self.cache = result.cache
-        mark = self._mark(result.request, ask.namespace) if ask.marked else 0
-        # Rows computed behind published ones lead back to them, so who has asked once may read them from then on.
-        self.told |= {result.request.key} if ask.shared else set()
-        readable = frozenset(self.published) if result.request.key in self.told else frozenset()
-        self.ledger.prefilled(model, result, secrets_of(ask.blocks), mark, readable)
-        bins = result.request.plan.bin_of_token
+        self.note_prefill(ask, result)
+        return Open(ask, model, result.request, result.logits)
+
+    def note_prefill(self, ask: Ask, result: PrefillResult, isolated: frozenset[bytes] = frozenset()) -> None:
+        """Has a served prompt checked, and counts it; ``isolated`` are the keys of rows behind the sink it may read."""
+        request = result.request
+        mark = self._mark(request, ask.namespace) if ask.marked else 0
+        readable = frozenset(self.published) if ask.shared else frozenset()
+        self.ledger.prefilled(self.model, result, secrets_of(ask.blocks), mark, readable | isolated)
+        bins = request.plan.bin_of_token
         self.counts["exact_hits"] += int((bins == EXACT).sum())
         self.counts["shifted_hits"] += int((bins == SHIFTED).sum())
         self.counts["tokens"] += len(bins)
-        return Open(ask, model, result.request, result.logits)
 
     def end(self, rng: np.random.Generator, started: Open) -> None:
         """Decodes what was asked for, or breaks off on the way, and ends the request."""
@@ -304,6 +305,10 @@ class Churn:
         except PoolTooSmallError:
             self.counts["refused"] += 1
             return
+        self.note_published(before, context, text)
+
+    def note_published(self, before: PageTree, context: np.ndarray, text: np.ndarray) -> None:
+        """Has rows checked that were published since the tree was as ``before``."""
         key = request_key(self.cache, self.model, PUBLIC, "", context="published")
         self.published.add(key)
         self.ledger.published(before, self.model, self.cache, key, np.concatenate([context, text]).astype(np.int32))
@@ -316,25 +321,40 @@ class Churn:
         known = [*self.traffic.secrets, *self.marked]
         if not known:
             return
-        bit = int(rng.choice(known))
+
+        def forget_one(what: Any, namespace: str) -> Forgotten:
+            self.tiers.forget(self.models, what, namespace)
+            if isinstance(what, int) and what not in self.cache.provenance.computations:
+                return Forgotten(0, 0, 0, 0)
+            self.cache, report = forget(self.cache, what, namespace=namespace)
+            return report
+
+        self.forget_bit(int(rng.choice(known)), forget_one)
+
+    def forget_bit(self, bit: int, forget_one: Callable[[Any, str], Forgotten]) -> None:
+        """A secret, or what a request computed, of which nobody who is being served holds anything."""
         expected, removed = self.ledger.knowing(self.cache, 1 << bit), 0
+        for what, namespace in self.told_by(bit):
+            report = forget_one(what, namespace)
+            removed += report.rows - report.unknown_rows
         if bit in self.marked:
-            clock, namespace = self.marked.pop(bit)
-            self.tiers.forget(self.models, clock, namespace)
-            if clock in self.cache.provenance.computations:
-                self.cache, report = forget(self.cache, clock, namespace=namespace)
-                removed += report.rows - report.unknown_rows
+            del self.marked[bit]
         else:
-            for tenant in range(TENANTS):
-                tokens, namespace = self.traffic.secrets[bit], f"tenant {tenant}"
-                self.tiers.forget(self.models, tokens, namespace)
-                self.cache, report = forget(self.cache, tokens, namespace=namespace)
-                removed += report.rows - report.unknown_rows
             self.traffic.forget(bit)
-        self.ledger.forget(self.cache, 1 << bit)
+        expected += self.ledger.forget(self.cache, 1 << bit)
         if removed > expected:
             self.ledger.violation("wrong", f"{removed} rows forgotten where {expected} knew", removed - expected)
         self.counts["forgets"] += 1
+
+    def told_by(self, bit: int) -> list[tuple[Any, str]]:
+        """What to forget, and in which namespaces, for nothing to be left that knows a secret or a request."""
+        if bit in self.marked:
+            return [self.marked[bit]]
+        return [(self.traffic.secrets[bit], f"tenant {tenant}") for tenant in range(TENANTS)]
+
+    def batch(self, rng: np.random.Generator) -> None:
+        """Requests served at once (``churn_batch``), with or without others in flight."""
+        serve_batch(self, rng)
 
     def restart(self, rng: np.random.Generator) -> None:
         """The tiers are closed and read again."""
@@ -408,6 +428,7 @@ OPERATIONS: dict[str, tuple[float, Callable[[Churn, np.random.Generator], None]]
     "restart": (0.3, Churn.restart),
     "damage": (0.7, Churn.damage),
     "publish": (2.0, Churn.publish),
+    "batch": (3.0, Churn.batch),
     "reload": (2.0, Churn.reload),
     "collide": (1.0, Churn.collide),
     "misuse": (1.0, Churn.misuse),

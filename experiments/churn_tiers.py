@@ -47,10 +47,9 @@ class Tiers:
         """Writes what a request has left."""
         self.of(model).keep(cache, request, generated)
 
-    def forget(self, models: Sequence[Any], what: np.ndarray | int, namespace: str) -> None:
-        """Forgets a text of a tenant, or one request, in every store."""
-        for model in models:
-            self.of(model).forget(what, namespace=namespace)
+    def forget(self, models: Sequence[Any], what: np.ndarray | int, namespace: str) -> int:
+        """Forgets a text of a tenant, or one request, in every store; returns how many requests that reached."""
+        return sum(self.of(model).forget(what, namespace=namespace).requests for model in models)
 
     def restart(self) -> None:
         """Closes the stores; they read what is stored when they are needed again."""

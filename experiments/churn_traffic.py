@@ -8,6 +8,9 @@ import dataclasses
 
 import numpy as np
 
+TENANTS = 4
+PUBLIC = "everybody"  # where documents are published
+STORED = ("tenant 0",)  # whose pages go to the tiers
 NO_SECRET = -1
 SECRETS = 48  # a bit each
 
@@ -38,7 +41,7 @@ class Traffic:
     """
 
     def __init__(self, seed: int, tenants: int, vocab_size: int, limit: int, *, documents: int = 16, kept: int = 6):
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng((seed, 0, 2))  # not that of an operation, whose secrets would be parts of documents
         self.vocab_size, self.limit, self.kept = vocab_size, limit, kept
         self.documents = [self._document(rng) for _ in range(documents)]
         self.history: list[list[list[Block]]] = [[] for _ in range(tenants)]

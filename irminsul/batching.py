@@ -27,7 +27,7 @@ from irminsul.commit import PoolTooSmallError
 from irminsul.compute import run_prefill
 from irminsul.counters import Counters, no_counts, of_request, one_refused
 from irminsul.decode import PageTableWriter, decode_step, sample_step
-from irminsul.forget import Forgotten
+from irminsul.forget import Forgotten, require_forgettable
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import (
     Admission,
@@ -224,18 +224,27 @@ class Batcher:
         ``Engine.forget``. Requests that wait are not touched: what they hold was not computed yet.
 
         Raises:
-          ValueError: if a request that is being served holds some of it, before anything changes; cancel it, or forget
-            when it has ended.
-          As ``tiers.forget_everywhere`` otherwise. The batcher can be used on afterwards.
+          As ``require_forgettable`` and ``tiers.forget_everywhere``. The batcher can be used on afterwards.
         """
+        self._require_unsaid(what, namespace)
+        self.cache, forgotten = forget_everywhere(self.store, self.cache, what, namespace=namespace)
+        self.blocked = False
+        return forgotten
+
+    def require_forgettable(self, what: np.ndarray | int, *, namespace: str = "default") -> None:
+        """Raises ``ValueError`` if a request that is being served holds some of what ``forget`` would remove: cancel
+        it, or forget when it has ended. Changes nothing."""
+        self._require_unsaid(what, namespace)
+        if not isinstance(what, int) or what in self.cache.provenance.computations:
+            require_forgettable(self.cache, what, namespace=namespace)
+
+    def _require_unsaid(self, what: np.ndarray | int, namespace: str) -> None:
+        """The cache hears of an answer when its request ends."""
         for running in [] if isinstance(what, int) else [running for running in self.slots if running is not None]:
             if self.tickets[running.number].namespace == namespace and running.answer_holds(np.asarray(what)):
                 raise ValueError(
                     f"request {running.number} is being served and its answer holds what to forget; cancel it first"
                 )
-        self.cache, forgotten = forget_everywhere(self.store, self.cache, what, namespace=namespace)
-        self.blocked = False
-        return forgotten
 
     def _admit(self) -> None:
         """Plans the first in line, if there is a slot for it and room for its pages.

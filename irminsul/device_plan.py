@@ -199,7 +199,7 @@ def _exact_prefix(
         at, trail, _, _, _, _ = state
         candidate, way = ends.shape[0] - 1 - at // WAYS, at % WAYS
         page, row_end = found.page[candidate, way], found.row_end[candidate, way]
-        walk = walk_left(tree, content.tokens, trail, ends[candidate], page, row_end, jnp.int32(0))
+        walk = walk_left(tree, content.tokens, trail, ends[candidate], page, row_end, namespace, jnp.int32(0))
         return order[at + 1], walk.trail, walk.at_root & walk.pure, ends[candidate], page, row_end
 
     state = (order[0], trail, jnp.bool_(False), *(jnp.int32(0),) * 3)
@@ -237,7 +237,9 @@ def _shifted_spans(
         candidate, way = at // WAYS, at % WAYS
         end, length = ends[candidate], lengths[candidate]
         place = (found.page[candidate, way], found.row_end[candidate, way])
-        trail, match, verified = _grow(tree, content.tokens, plan.trail, position, end, length, stop, place, policy)
+        trail, match, verified = _grow(
+            tree, content.tokens, plan.trail, position, end, length, stop, place, namespace, policy
+        )
         plan, position = _accept(tree, policy, plan._replace(trail=trail), match, position)
         # Behind a verified hint come the candidates that end behind the position reached; else the next hint.
         next_one = jnp.maximum(candidate + 1, jnp.searchsorted(passed, position, side="right").astype(jnp.int32))
@@ -291,12 +293,13 @@ def _grow(
     length: Int32[Array, ""],
     stop: Int32[Array, ""],
     place: tuple[Int32[Array, ""], Int32[Array, ""]],
+    namespace: Int[Array, ""],
     policy: Policy,
 ) -> tuple[Trail, tuple[Int32[Array, ""], Int32[Array, ""]], Bool[Array, ""]]:
     """The match ``[begin, end)`` a hint leads to: the window verified, then extended. Empty when its tokens differ."""
     if not policy.extension:
         floor = jnp.maximum(floor, end - length)
-    walk = walk_left(tree, tokens, trail, end, *place, floor)
+    walk = walk_left(tree, tokens, trail, end, *place, namespace, floor)
     verified = (end > floor) & (end - walk.begin >= jnp.minimum(length, end - floor))
     trail, reached = walk.trail, end
     if policy.extension:

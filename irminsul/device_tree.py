@@ -49,9 +49,11 @@ def walk_left(
     end: Int[Array, ""],
     page: Int[Array, ""],
     row_end: Int[Array, ""],
+    namespace: Int[Array, ""],
     floor: Int[Array, ""],
 ) -> LeftWalk:
-    """Matches ``prompt[floor:end]`` backwards against the rows that end at ``(page, row_end)``."""
+    """Matches ``prompt[floor:end]`` backwards against the rows that end at ``(page, row_end)``, in pages of
+    ``namespace``, as the first must be."""
     reach = jnp.arange(tree.page_size, dtype=jnp.int32)
 
     def step(state: tuple) -> tuple:
@@ -68,7 +70,8 @@ def walk_left(
             at_root=whole & (tree.parent[page] == ROOT) & (end == matched),
             pure=walk.pure & jnp.all(tree.pure[page][rows] | ~taken),
         )
-        return walk, tree.parent[page], tree.parent_end[page], whole & (tree.parent[page] >= 0)
+        parent = tree.parent[page]
+        return walk, parent, tree.parent_end[page], whole & (parent >= 0) & (tree.namespace[parent] == namespace)
 
     begin = LeftWalk(trail, jnp.asarray(end, jnp.int32), jnp.bool_(False), jnp.bool_(True))
     return lax.while_loop(lambda state: state[-1], step, (begin, page, row_end, jnp.bool_(True)))[0]

@@ -3,7 +3,7 @@
 The path from a page up to the root spells the tokens that preceded its rows when they were computed. That path is the
 truth about a row; fingerprints (``registry.py``) only find places in it. Every question the cache asks is a walk:
 
-- *matching to the left* follows ``parent``, which is unique;
+- *matching to the left* follows ``parent``, which is unique, for as long as pages belong to whom the request may read;
 - *matching to the right* follows the page's own rows, then the best of its children (of its own namespace: a tenant's
   pages may hang behind published ones);
 - a hit is *exact* when the walk reaches the root and every row on it is ``pure``.
@@ -186,9 +186,9 @@ FEW = 8
 
 
 def walk_left(
-    tree: PageTree, prompt: np.ndarray, end: int, page: int, row_end: int, *, floor: int = 0
+    tree: PageTree, prompt: np.ndarray, end: int, page: int, row_end: int, owners: tuple[int, ...], *, floor: int = 0
 ) -> tuple[list[Piece], bool]:
-    """Matches ``prompt[floor:end]`` backwards against the rows that end at ``(page, row_end)``.
+    """Matches ``prompt[floor:end]`` backwards against the rows that end at ``(page, row_end)``, in pages of ``owners``.
 
     Returns the matching pieces in prompt order, and whether the walk came out at the root with nothing left of it.
     """
@@ -196,6 +196,9 @@ def walk_left(
     block = FIRST_BLOCK
     while end > floor:
         path = _ancestors(tree, page, row_end, block, end - floor)
+        path = path[: _leading_of(tree, path, owners)]
+        if not path:
+            break
         stored = gather(tree.tokens, [(page, 0, row_end) for page, row_end in reversed(path)])
         matched = min(len(stored), end - floor)
         differ = np.flatnonzero(stored[len(stored) - matched :] != prompt[end - matched : end])
@@ -260,6 +263,15 @@ def _ancestors(tree: PageTree, page: int, row_end: int, count: int, rows: int) -
         rows -= row_end
         page, row_end = int(tree.parent[page]), int(tree.parent_end[page])
     return path
+
+
+def _leading_of(tree: PageTree, path: list[tuple[int, int]], owners: tuple[int, ...]) -> int:
+    """How many pages from the beginning of a path on belong to ``owners``."""
+    found = tree.namespace[[page for page, _ in path]]
+    theirs = found == owners[0]
+    for owner in owners[1:]:
+        theirs |= found == owner
+    return len(path) if theirs.all() else int(theirs.argmin())
 
 
 def _only_descendants(tree: PageTree, page: int, row_begin: int, count: int, rows: int) -> list[tuple[int, int, int]]:

@@ -209,7 +209,8 @@ def plan_prompt(
     bins = np.full(len(tokens), NEW, np.int8)
     spans: list[Span] = []
     stop = min([len(tokens) - 1, *(span.begin for span in isolated)])
-    exact = longest([exact_prefix(tree, hints, *one, policy, stop) for one in readable]) if policy.exact else []
+    owners = tuple(one.namespace for one in readable)
+    exact = longest([exact_prefix(tree, hints, *one, policy, stop, owners) for one in readable]) if policy.exact else []
     exact_end = path_end(exact)
     if exact:
         spans.append(Span(0, exact_end, True, tuple(exact)))
@@ -279,9 +280,16 @@ def longest(paths: list[list[Piece]]) -> list[Piece]:
 
 
 def exact_prefix(
-    tree: PageTree, hints: Registry, namespace: int, content: PromptContent, policy: Policy, stop: int
+    tree: PageTree,
+    hints: Registry,
+    namespace: int,
+    content: PromptContent,
+    policy: Policy,
+    stop: int,
+    owners: tuple[int, ...],
 ) -> list[Piece]:
-    """The longest stored path from the root that spells the prompt's first ``stop`` tokens in pure rows."""
+    """The longest stored path from the root that spells the prompt's first ``stop`` tokens in pure rows: one that ends
+    in ``namespace``, through pages of ``owners`` (``namespace`` is one of them)."""
     tokens = content.tokens
     whole = int(np.searchsorted(content.chunk_ends, stop, side="right"))
     ends = np.concatenate([[min(ROOT_WINDOW, stop)], content.chunk_ends[:whole]])
@@ -294,7 +302,7 @@ def exact_prefix(
             row_end = int(hints.chain.row_end[bucket[candidate], slot])
             if tree.namespace[page] != namespace:
                 continue
-            pieces, at_root = walk_left(tree, tokens, end, page, row_end)
+            pieces, at_root = walk_left(tree, tokens, end, page, row_end, owners)
             if at_root and gather(tree.pure, [(p.page, p.row_begin, p.row_end) for p in pieces]).all():
                 right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=True)
                 return _truncate(join(pieces, right), policy.exact_granularity)
@@ -323,6 +331,7 @@ def _shifted_spans(
 ) -> list[Span]:
     """Greedy left-to-right cover of ``[begin, T-1)`` by shifted spans; writes the bins of what it looks at."""
     tokens, stop = readable[0].content.tokens, len(readable[0].content.tokens) - 1
+    owners = tuple(one.namespace for one in readable)
     found = []
     for one in readable:
         ends, keys, lengths, passed = _candidates(one.content, policy, anchor_window)
@@ -350,7 +359,7 @@ def _shifted_spans(
             row_end = int(hints.content.row_end[bucket[candidate, reader], slot])
             if tree.namespace[page] != readable[reader].namespace:
                 continue
-            pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy)
+            pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy, owners)
             if not pieces:
                 continue
             position = _accept(pieces, tree.base_position, policy, bins, spans)
@@ -386,11 +395,12 @@ def _grow(
     page: int,
     row_end: int,
     policy: Policy,
+    owners: tuple[int, ...],
 ) -> list[Piece]:
     """The pieces a hint leads to: the window verified, then extended. Empty when the window's tokens differ."""
     if not policy.extension:
         floor = max(floor, end - length)
-    left, _ = walk_left(tree, tokens, end, page, row_end, floor=floor)
+    left, _ = walk_left(tree, tokens, end, page, row_end, owners, floor=floor)
     matched = end - left[0].position if left else 0
     if matched < min(length, end - floor):
         return []

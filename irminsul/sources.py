@@ -68,7 +68,7 @@ def isolated_path(cache: ContentCache, key: bytes, sequence: Int32[np.ndarray, "
         return []
     content = read_content(sequence, cache.config.chunking, key)
     owner = cache.namespaces.index(key)
-    path = exact_prefix(cache.tree, cache.registry, owner, content, policy, len(sequence))
+    path = exact_prefix(cache.tree, cache.registry, owner, content, policy, len(sequence), (owner,))
     return path if path_end(path) == len(sequence) else []
 
 

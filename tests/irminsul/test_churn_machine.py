@@ -53,6 +53,10 @@ class ChurnMachine(RuleBasedStateMachine):
     def publish(self, seed):
         self.churn.publish(np.random.default_rng(seed))
 
+    @rule(seed=SEEDS)
+    def batch(self, seed):
+        self.churn.batch(np.random.default_rng(seed))
+
     @rule(seed=SEEDS, damaged=st.booleans())
     def close_the_tiers(self, seed, damaged):
         (self.churn.damage if damaged else self.churn.restart)(np.random.default_rng(seed))

@@ -82,10 +82,18 @@ def test_walking_left_matches_the_longest_suffix(forest, data):
     if data.draw(st.booleans()):
         prompt[data.draw(st.integers(0, len(prompt) - 1))] = 1
     end, floor = len(prompt), data.draw(st.integers(0, len(prompt)))
+    owner = int(tree.namespace[page])
+    if data.draw(st.booleans()):  # a page on the way is somebody else's
+        foreign = data.draw(st.sampled_from([page for page, _, _ in path]))
+        tree.namespace[foreign] = owner + 1
+        if foreign == page:
+            assert page_tree.walk_left(tree, prompt, end, page, row_end, (owner,), floor=floor) == ([], False)
+        path = path[1 + max(at for at, (page, _, _) in enumerate(path) if page == foreign) :]
+        cut = True
     matched = 0
     while matched < min(len(path), end - floor) and path[-1 - matched][2] == prompt[end - 1 - matched]:
         matched += 1
-    pieces, at_root = page_tree.walk_left(tree, prompt, end, page, row_end, floor=floor)
+    pieces, at_root = page_tree.walk_left(tree, prompt, end, page, row_end, (owner,), floor=floor)
     assert places(pieces) == [(page, row) for page, row, _ in path[len(path) - matched :]]
     assert all(piece.row_begin < piece.row_end for piece in pieces)
     assert at_root == (matched == len(path) == end and not cut)

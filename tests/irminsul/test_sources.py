@@ -99,6 +99,10 @@ def test_published_rows_are_read_by_those_who_are_told_and_written_by_nobody_els
     further = np.concatenate([handbook, random_tokens(5, 40), random_tokens(6, 30)])
     assert one.serve(further, namespace="eve", shared=("handbook",)).bins["exact"] == len(handbook)
     assert one.serve(further, namespace="bob", shared=("handbook",)).bins["exact"] == len(handbook) + 40
+    # Its rows lie behind published ones, and lead back to them only while it asks.
+    unasked = one.serve(further, namespace="bob")
+    assert unasked.bins["exact"] == 0
+    assert unasked.bins["shifted"] <= 40 + 30
 
 
 def test_forgetting_follows_rows_into_the_namespaces_that_read_them(engine):
