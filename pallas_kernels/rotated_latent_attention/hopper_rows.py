@@ -57,12 +57,13 @@ class Options:
     ``order``: what ``right`` waits for before its softmax and which product it takes first: the weights of ``left``
     and their product, the maximum of ``left`` and then the same, or the maximum and its own product.
     ``turn_beside``: queries turn while a product runs. ``prefetch``: pages of the pair after next are asked into the
-    second-level cache.
+    second-level cache. ``distances_ahead``: a pair's distances are read before its scores.
     """
 
     order: Literal["weights_first", "maximum_first", "own_first"] = "weights_first"
     turn_beside: bool = False
     prefetch: bool = False
+    distances_ahead: bool = False
 
 
 DEFAULTS = Options()
@@ -185,9 +186,12 @@ def _body(
         entry = 2 * jnp.minimum(pair + ahead, stop - 1) + side
         return entry, delta_ref[request, entry]
 
-    def turn_for_next(pair, side):
+    def distances_of(pair, side):
+        return [following(pair, ahead, side) for ahead in range(3)] if rotate else []
+
+    def turn_for_next(pair, side, distances):
         if rotate:
-            (_, here), (_, there), (entry, beyond) = (following(pair, ahead, side) for ahead in range(3))
+            (_, here), (_, there), (entry, beyond) = distances or distances_of(pair, side)
             pl.when(here != there)(lambda: turn_query(side))
             pl.when(there != beyond)(lambda: load_factors(entry, side))
 
@@ -290,12 +294,12 @@ def _body(
                 if slot != side:
                     plgpu.async_prefetch(rope_ref.at[layer, pages[slot]])
 
-    def product_while_turning(factors, start, pair, side):
+    def product_while_turning(factors, start, pair, side, distances):
         if not (rotate and options.turn_beside):
             return product(factors, start)
 
         def beside():
-            turn_for_next(pair, side)
+            turn_for_next(pair, side, distances)
             return ()
 
         return product_beside(factors, start, beside, ())[0]
@@ -306,6 +310,7 @@ def _body(
         limits = [row_range(2 * pair + slot) for slot in range(2)]
         next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
         after_next = [page_ref[request, following(pair, 2, slot)[0]] for slot in range(2)] if options.prefetch else []
+        distances = distances_of(pair, 0) if options.distances_ahead else []
 
         score = scores(0, zero, limits[0])
         new = jnp.maximum(maximum, score.max(axis=1))
@@ -322,10 +327,10 @@ def _body(
             publish_weight(0, narrow)
         prefetch(after_next, 0)
         clear_unseen(0, 0, limits[0])
-        out = product_while_turning([(narrow, latent.at[zero, 0], None)], out * along(rescale, out), pair, 0)
+        out = product_while_turning([(narrow, latent.at[zero, 0], None)], out * along(rescale, out), pair, 0, distances)
         pl.when(more)(lambda: load_latent(next_page[0], 0, 0))
         if not options.turn_beside:
-            turn_for_next(pair, 0)
+            turn_for_next(pair, 0, distances)
 
         newer = received(1)
         rescale = jnp.exp2(new - newer)
@@ -348,10 +353,11 @@ def _body(
         limits = [row_range(2 * pair + slot) for slot in range(2)]
         next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
         after_next = [page_ref[request, following(pair, 2, slot)[0]] for slot in range(2)] if options.prefetch else []
+        distances = distances_of(pair, 1) if options.distances_ahead else []
 
         score = scores(1, zero, limits[1])
         if not options.turn_beside:
-            turn_for_next(pair, 1)
+            turn_for_next(pair, 1, distances)
         if options.order == "weights_first":
             new = received(0)
         else:
@@ -393,7 +399,7 @@ def _body(
         clear_unseen(1, 1, limits[1])
         rescale = jnp.exp2((maximum if options.order == "own_first" else new) - newer)
         second = (weight, latent.at[1 + zero, 1], None)
-        out = product_while_turning([second], out * along(rescale, out), pair, 1)
+        out = product_while_turning([second], out * along(rescale, out), pair, 1, distances)
         pl.when(more)(lambda: load_latent(next_page[1], 1, 1))
         if options.order == "own_first":
             _wait_for(published.at[0])
