@@ -188,16 +188,21 @@ def family_of(model_type: str | None) -> Family:
       ValueError: for a type whose cache rows cannot be moved, by name and with the reason, or an unknown one.
     """
     if model_type in REFUSED:
-        raise ValueError(
-            f"model_type={model_type!r} is refused because {REFUSED[model_type]}, so its cache cannot be reused at "
-            "another position; serve it without this cache"
-        )
+        raise ValueError(refusal(model_type))
     known = families()
     for family in known:
         if model_type in family.model_types:
             return family
     names = sorted(name for family in known for name in family.model_types)
     raise ValueError(f"model_type={model_type!r} is unknown; use one of {', '.join(names)}")
+
+
+def refusal(model_type: str) -> str:
+    """Why the cache of a model of this type cannot be moved, in a sentence."""
+    return (
+        f"model_type={model_type!r} is refused because {REFUSED[model_type]}, so its cache cannot be reused at another "
+        "position; serve it without this cache, or exact prefixes from irminsul.snapshots if models.recurrent knows it"
+    )
 
 
 def is_parameter(leaf: Any) -> bool:
@@ -214,7 +219,7 @@ def abstract(family: Architecture, config: Any, dtype: Any = jnp.bfloat16) -> An
     return jax.tree.map(shape, family.parameters(config), is_leaf=is_parameter)
 
 
-def init(family: Family, config: Any, seed: int = 0, dtype: Any = jnp.float32) -> Any:
+def init(family: Architecture, config: Any, seed: int = 0, dtype: Any = jnp.float32) -> Any:
     """Random parameters: normal with deviation ``gain / sqrt(fan_in)``, norms 1, biases 0.
 
     Drawn by numpy on the host, so that a seed means the same weights on every device and nothing is compiled.

@@ -3,9 +3,9 @@
 Their state is what distinguishes them from everything else here. A recurrent layer keeps one memory of fixed size, a
 function of every token so far *in order*, not a row per token: there is nothing that could be taken out for some tokens
 and put elsewhere. So a cache may serve an exact prefix (``snapshot`` and ``rewind``) and must refuse shifted reuse
-(``require_exact_prefix``). A hybrid's attention layers do keep rows, but what they are computed from, and what every
-layer above them reads, has passed through recurrent layers: with all rows at hand nearly every product still runs
-(``models/recurrent_cost``).
+(``row_format``, ``irminsul/snapshots``). A hybrid's attention layers do keep rows, but what they are computed from, and
+what every layer above them reads, has passed through recurrent layers: with all rows at hand nearly every product still
+runs (``models/recurrent_cost``).
 
 Layers are not stacked and scanned over, as elsewhere: hybrids mix kinds, and a scan would copy the weights of a layer
 (gigabytes of experts) out of the stack at every step. ``prefill`` calls one compiled program per kind of layer instead.
@@ -27,7 +27,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from models import families, layers
-from models.families import Architecture, Parameter, is_parameter
+from models.families import Architecture, Parameter, RowFormat, is_parameter
 from models.hybrid_attention import capacity_of
 from pallas_kernels.rotary import RotaryTable
 
@@ -71,6 +71,19 @@ class RecurrentModel:
     def dtype(self) -> jnp.dtype:
         """Dtype of weights and products; decays, memories, norms and softmax are float32."""
         return self.params["embed"].dtype
+
+    def empty_state(self, batch: int, capacity: int) -> "State":
+        """``empty_state`` of this model."""
+        return empty_state(self, batch, capacity)
+
+    def prefill(self, tokens: Any, state: "State", *, block: int) -> tuple[Float[Array, "B V"], "State"]:
+        """``prefill`` of this model."""
+        return prefill(self, tokens, state, block=block)
+
+    @property
+    def row_format(self) -> RowFormat:
+        """Raises ``ValueError``: there are no rows that could stand elsewhere. Whoever asks means to move them."""
+        raise ValueError(families.refusal(self.config.model_type))
 
     @property
     def kinds(self) -> tuple[str, ...]:
