@@ -46,7 +46,7 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
             rows = list(study.measure())
             if config.share[1] > 1:
                 return {"title": f"{len(rows)} measurements, a share", "summary": {"rows": len(rows)}, "rows": []}
-            return convert_report.describe(config, rows, study.notes())
+            return convert_report.describe(config, rows, study.notes(), out)
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise InputError(str(error)) from error
 

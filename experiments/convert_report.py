@@ -1,19 +1,21 @@
 """The conversion study told: summary, table, headline."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
-from experiments import report
+from experiments import convert_plot, report
+from experiments.convert_plot import perplexity_ratio
 from experiments.passage_questions import mean_interval
 
 Row = dict[str, Any]
 QUESTION_NAMES = {"nq": "Natural Questions", "hotpotqa": "HotpotQA", "musique": "MuSiQue"}
 
 
-def describe(config: ConfigDict, rows: list[Row], notes: list[str]) -> report.StudyResult:
-    """The study's result from its measurements."""
+def describe(config: ConfigDict, rows: list[Row], notes: list[str], out: Path) -> report.StudyResult:
+    """The study's result from its measurements; the plot goes to ``out``."""
     by_name: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_name.setdefault(row["variant"], {})[row["task"]] = row
@@ -23,9 +25,11 @@ def describe(config: ConfigDict, rows: list[Row], notes: list[str]) -> report.St
         f"{config.base} as MLA ({config.main}): perplexity {summary['perplexity_ratio'] - 1:+.1%} over the lossless "
         f"form, exact match {100 * gap:+.1f} points"
     )
+    convert_plot.plot(by_name, config.main, title, out / "convert.png")
     return {
         "title": title,
         "summary": summary,
+        "figures": ["convert.png"],
         "rows": [{key: value for key, value in row.items() if key != "surprises"} for row in rows],
         "tables": [table(by_name), shift_table(by_name, config.shift)],
         "notes": notes,
@@ -59,20 +63,31 @@ def summarise(by_name: dict[str, dict[str, Row]], main: str) -> dict[str, float]
 
 
 def table(by_name: dict[str, dict[str, Row]]) -> str:
-    """One line a variant; exact match and F1 in per cent, differences to the original paired by item."""
+    """One line a variant; exact match and F1 in per cent. Differences are paired, by stretch of text and by item, and
+    have 95 % intervals."""
     questions = [task for task in QUESTION_NAMES if task in by_name["original"]]
     needles = [task for task in by_name["original"] if task.startswith("needle_")]
-    header = ["variant", "perplexity, 512 tokens", "nats from the original", "perplexity, 4,096 tokens"]
+    header = ["variant", "perplexity, 512 tokens, over lossless", "nats from the original"]
+    header += ["perplexity, 4,096 tokens, over lossless"]
     header += [f"{QUESTION_NAMES[task]}: EM / F1, EM against the original" for task in questions]
     header += [f"needle in {task.removeprefix('needle_')} words" for task in needles]
     lines = []
     for name, found in by_name.items():
-        cells: list[Any] = [name, found["text"]["perplexity"], found["text"]["kl"]]
-        cells.append(found["text_long"].get("perplexity", "-"))
+        cells: list[Any] = [name]
+        for task in ("text", "text_long"):
+            cells.append(_perplexity(found[task], by_name["lossless"][task]))
+        cells.insert(2, found["text"]["kl"])
         cells += [_answers(found[task], by_name["original"][task]) for task in questions]
         cells += [f"{np.mean(found[task]['exact']):.2f}" for task in needles]
         lines.append(cells)
     return report.markdown_table(header, lines)
+
+
+def _perplexity(row: Row, lossless: Row) -> str:
+    if not row.get("surprises"):
+        return "-"
+    middle, low, high = (100 * (value - 1) for value in perplexity_ratio(row, lossless))
+    return f"{row['perplexity']:.2f}, {middle:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
 def _answers(row: Row, original: Row) -> str:

@@ -1,0 +1,61 @@
+"""Plot of the conversion study: what each form costs in perplexity, and how often it answers like the original."""
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.passage_questions import mean_interval
+from experiments.plots import STYLE, TITLE_WIDTH
+
+Row = dict[str, Any]
+ORIGINAL, MAIN, OTHER = "#8c8c8c", "#1f4e8c", "#6baed6"
+WIDEST = 1.5  # ratio of perplexities where the axis ends
+
+
+def perplexity_ratio(row: Row, reference: Row) -> tuple[float, float, float]:
+    """Ratio of two variants' perplexities and its 95 % interval, paired by stretch of text."""
+    found = mean_interval(np.subtract(row["surprises"], reference["surprises"]))
+    middle, low, high = (float(np.exp(value)) for value in found)
+    return middle, low, high
+
+
+def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: Path) -> None:
+    """One line a variant: ratio of perplexities to the lossless form at both lengths, exact match of the questions."""
+    names = list(by_name)
+    places = np.arange(len(names))[::-1]
+    colours = [ORIGINAL if name in ("original", "lossless") else MAIN if name == main else OTHER for name in names]
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(
+            1, 2, figsize=(8.5, 0.9 + 0.32 * len(names)), sharey=True, layout="constrained"
+        )
+        for task, marker, label in (("text", "o", "512 tokens"), ("text_long", "^", "4,096 tokens")):
+            shown = False
+            for name, place, colour in zip(names, places, colours, strict=True):
+                if not by_name[name][task].get("surprises"):
+                    continue
+                middle, low, high = perplexity_ratio(by_name[name][task], by_name["lossless"][task])
+                left.plot([low, high], [place, place], color=colour, linewidth=1)
+                left.plot(middle, place, marker, color=colour, markersize=5, label=None if shown else label)
+                shown = True
+        left.axvspan(1, 1.01, color="#d9622b", alpha=0.25, linewidth=0)
+        left.set_xlim(0.98, WIDEST)
+        left.set_xlabel("perplexity over the lossless form's; shaded: within 1 %")
+        left.set_yticks(places, names)
+        left.legend(frameon=False, loc="upper right")
+        for name, place, colour in zip(names, places, colours, strict=True):
+            middle, low, high = (100 * value for value in mean_interval(by_name[name]["nq"]["exact"]))
+            right.plot([low, high], [place, place], color=colour, linewidth=1)
+            right.plot(middle, place, "o", color=colour, markersize=5)
+        right.axvline(100 * np.mean(by_name["original"]["nq"]["exact"]), color=ORIGINAL, linewidth=0.8, linestyle=":")
+        right.set_xlabel("Natural Questions, exact match, %")
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10, x=0.01, ha="left")
+        figure.savefig(path)
+        plt.close(figure)
