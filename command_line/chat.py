@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 from absl import flags
 
@@ -25,7 +25,7 @@ def bins_line(bins: dict[str, int]) -> str:
     return f"{served:,} of {total:,} prompt tokens from the cache ({parts})"
 
 
-def talk(conversing: Conversation, lines: TextIO, **sampling: float) -> int:
+def talk(conversing: Conversation, lines: TextIO, **sampling: Any) -> int:
     """Answers line by line until an empty one; returns the exit code.
 
     A line that makes the conversation too long is told and changes nothing.
