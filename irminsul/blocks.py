@@ -101,7 +101,8 @@ def cost_model(model: Any) -> CostModel:
     """Counts the work of a model's blocks from its parameters and the head sizes in its config."""
     config, rows, hopper = model.config, model.row_format, on_hopper(model)
     fixed = float(sum(leaf.size for leaf in jax.tree.leaves(model.params)))
-    fixed -= model.vocab_size * config.hidden_size  # the embedding is a lookup and the head runs once
+    # The embedding is a lookup and the head runs once.
+    fixed -= model.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     weights = HOPPER_WORK_PER_BYTE * model.dtype.itemsize * fixed if hopper else 0.0
     experts, routed = _routed_parameters(config)
     fixed -= experts if hopper else experts - routed

@@ -15,11 +15,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from irminsul import sharded_pool
-from irminsul.blocks import Block, CostModel, choose_block, on_hopper
+from irminsul.blocks import Block, CostModel, choose_block
 from irminsul.pool import LatentPool, copy_pages
+from irminsul.shared_layout import with_shared_layout
 from irminsul.view import PagedView
-from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
-from pallas_kernels.packed_rows import rows_of_table
+from pallas_kernels.mesh_axes import SEQUENCE, split_axes
 from pallas_kernels.page_table import PageTable, Storage
 
 COPY_CAPACITY = 8
@@ -69,16 +69,9 @@ def compute_blocks(
         tokens, positions, write_page, write_row, write_position = (
             lax.dynamic_slice_in_dim(array, start, block.tokens) for array in padded
         )
-        packed = None
-        dense = block.form == "expanded" or model.row_format.kind == "grouped"
-        if dense and on_hopper(model) and not split_axes(SEQUENCE, TENSOR):
-            packed = rows_of_table(
-                batch.page_table, positions, pool.latent_pages.shape[2], storage, most=len(batch.tokens)
-            )
         view = PagedView(
             pool=pool,
             page_table=batch.page_table,
-            packed=packed,
             query_position=positions,
             query_offsets=jnp.array([0, block.tokens], jnp.int32),
             write_page=write_page,
@@ -88,6 +81,7 @@ def compute_blocks(
             form=block.form,
             storage=storage,
         )
+        view = with_shared_layout(view, model, most_rows=len(batch.tokens))
         hidden, view = model.forward(tokens, positions, view)
         return hidden, view.finished_pool()
 

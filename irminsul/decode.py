@@ -14,6 +14,7 @@ from irminsul.cache import ContentCache
 from irminsul.pool import LatentPool
 from irminsul.prefill import Request
 from irminsul.sampling import Sampling, check_sampling, sample
+from irminsul.shared_layout import with_shared_layout
 from irminsul.view import PagedView
 from pallas_kernels.page_table import PageTable, Storage, page_table_from_array
 
@@ -47,7 +48,7 @@ def decode_step(
         dependence=pool.empty_profiles(requests),
         storage=storage,
     )
-    hidden, view = model.forward(batch.token, batch.position, view)
+    hidden, view = model.forward(batch.token, batch.position, with_shared_layout(view, model))
     logits = model.unembed(hidden)
     return sample(logits, sampling, batch.position + 1), logits, view.finished_pool()
 

@@ -47,7 +47,7 @@ class PagedView:
       storage: ``base`` or ``unrotated`` keys.
       implementation: of the attention op, None for the fastest.
       selection: rows each query attends to, where the model chooses them (``indexed_view.py``); None for all in view.
-      packed: the table's rows in the order of their positions, where a kernel reads them so; the same in every layer.
+      packed, planned: the table as kernels read it, where they do (``shared_layout.py``); the same in every layer.
       dependence: the share of attention beyond each of ``dependence.DISTANCES``, the largest over heads and the layers
         so far; None if it is not measured.
     """
@@ -62,6 +62,7 @@ class PagedView:
     dependence: Float[Array, "M K"] | None = None
     selection: Selection | None = None
     packed: PackedRows | None = None
+    planned: Any = None
     form: Form = struct.field(pytree_node=False, default="absorbed")
     storage: Storage = struct.field(pytree_node=False, default="base")
     implementation: Implementation | None = struct.field(pytree_node=False, default=None)
@@ -156,7 +157,11 @@ class PagedView:
             )
         else:
             out, lse = rotated_latent_attention(
-                *absorbed, scale=scale, storage=self.storage, implementation=self.implementation
+                *absorbed,
+                scale=scale,
+                storage=self.storage,
+                planned=self.planned,
+                implementation=self.implementation,
             )
         return jnp.einsum("MHC,HCV->MHV", out, w_uv), lse, reach, view.pool
 

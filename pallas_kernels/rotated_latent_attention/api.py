@@ -5,7 +5,7 @@ value is ``c_kv`` itself: the caller absorbs ``W_UK`` into the query and applies
 arXiv 2405.04434, section 2.1). Notation: see ``pallas_kernels/page_table.py``.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -31,6 +31,7 @@ def rotated_latent_attention(
     *,
     scale: float,
     storage: Storage = "base",
+    planned: Any = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Causal-by-position attention of ragged requests over their pages.
@@ -47,6 +48,8 @@ def rotated_latent_attention(
       rotary: table of the layer (no layer axis).
       scale: softmax scale.
       storage: whether keys are stored at their ``base_position`` or ``unrotated``.
+      planned: queries and table laid out for the Hopper kernels (``hopper.plan``), which layers can share; by default
+        each call lays them out.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16
         rows stored at their base position, pages of 64 rows, widths and heads as ``hopper.unsupported`` lists), where
         it is several times faster, and else XLA, which runs everywhere. Nothing chooses "mosaic_tpu" by itself: it is
@@ -75,6 +78,8 @@ def rotated_latent_attention(
         from pallas_kernels.rotated_latent_attention import hopper
 
         if implementation is not None or hopper.unsupported(q_latent, latent_pages, rope_pages, storage) is None:
+            if planned is not None:
+                return hopper.attend(planned, q_latent, q_rope, latent_pages, rope_pages, layer, scale=scale)
             return hopper.rotated_latent_attention(*operands, scale=scale, storage=storage)
     if implementation == "mosaic_tpu" and _target_device().platform == "tpu":
         from pallas_kernels.rotated_latent_attention import tpu

@@ -1,0 +1,36 @@
+"""What kernels read of a page table is the same in every layer: laid out once a block, where a kernel will read it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from irminsul.blocks import on_hopper
+from irminsul.view import PagedView
+from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
+from pallas_kernels.packed_rows import rows_of_table
+
+
+def with_shared_layout(view: PagedView, model: Any, most_rows: int | None = None) -> PagedView:
+    """The view with its table laid out for the Hopper kernels, or as it is where none of them runs.
+
+    ``most_rows`` bounds the rows in view where the table has room for more.
+    """
+    if not on_hopper(model) or split_axes(SEQUENCE, TENSOR) or view.dependence is not None:
+        return view
+    pool = view.pool
+    if model.row_format.kind == "grouped" or view.form == "expanded":
+        if view.page_table.page_id.shape[0] > 1:
+            return view
+        page_size = pool.latent_pages.shape[2]
+        packed = rows_of_table(view.page_table, view.query_position, page_size, view.storage, most_rows)
+        return dataclasses.replace(view, packed=packed)
+    from pallas_kernels.rotated_latent_attention import hopper
+
+    heads = model.config.num_attention_heads
+    query = jax.ShapeDtypeStruct((view.query_position.shape[0], heads, pool.latent_pages.shape[3]), model.dtype)
+    by_layer = model.rotary.coarse_cos.ndim > 2
+    if by_layer or hopper.unsupported(query, pool.latent_pages, pool.rope_pages, view.storage) is not None:
+        return view
+    planned = hopper.plan(view.query_position, view.query_offsets, view.page_table, model.rotary, heads=heads)
+    return dataclasses.replace(view, planned=planned)
