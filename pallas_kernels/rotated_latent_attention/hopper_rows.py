@@ -58,12 +58,14 @@ class Options:
     and their product, the maximum of ``left`` and then the same, or the maximum and its own product.
     ``turn_beside``: queries turn while a product runs. ``prefetch``: pages of the pair after next are asked into the
     second-level cache. ``distances_ahead``: a pair's distances are read before its scores.
+    ``in_registers``: the turned query stays in registers instead of a shared tile.
     """
 
     order: Literal["weights_first", "maximum_first", "own_first"] = "weights_first"
     turn_beside: bool = False
     prefetch: bool = False
     distances_ahead: bool = False
+    in_registers: bool = False
 
 
 DEFAULTS = Options()
@@ -116,13 +118,13 @@ def attend_tiles(
         thread_name="warpgroup",
         scratch_types={
             "query": tile((2, TILE_ROWS, half)),
-            "query_rope": tile((2, TILE_ROWS, ROPE_WIDTH)),
+            "query_rope": tile((1 if options.in_registers else 2, TILE_ROWS, ROPE_WIDTH)),
             "latent": tile((2, 2, PAGE_ROWS, half)),
             "rope": tile((2, PAGE_ROWS, ROPE_WIDTH)),
             # Two running maxima, two sums of weights.
             "exchange": plgpu.SMEM((4, TILE_ROWS), jnp.float32),
             "factors": plgpu.SMEM((2, 2 * ROPE_WIDTH), jnp.float32),
-            "query_loaded": plgpu.Barrier(num_arrivals=2 if rotate else 4),
+            "query_loaded": plgpu.Barrier(num_arrivals=3 if options.in_registers else 2 if rotate else 4),
             "factors_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=4),
             "rope_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2),
@@ -157,7 +159,9 @@ def _body(
     product_beside = interpreted_product_beside if interpret else tensor_core_product_beside
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     position = plgpu.load(position_ref.at[tile], layout=rows, optimized=False)
-    plain = plgpu.load(q_rope_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False)
+    plain = None
+    if not options.in_registers:
+        plain = plgpu.load(q_rope_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False)
     sides = [pl.ds(side * half, half) for side in range(2)]
 
     def load_latent(page, slot, side):
@@ -170,15 +174,24 @@ def _body(
     def load_factors(entry, side):
         plgpu.copy_gmem_to_smem(factors_ref.at[request, entry], factors.at[side], factors_loaded.at[side])
 
-    def turn_query(side):
-        """The query as keys see it whose factors were loaded last, into the own shared tile."""
+    def plain_query():
+        return plgpu.load(query_rope.at[0], layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def turned_query(side, plain):
+        """The query as keys see it whose factors were loaded last."""
         plgpu.barrier_wait(factors_loaded.at[side])
         halves = (factors.at[side, pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
         parts = (plgpu.load(part, layout=columns, optimized=False) for part in halves)
         cos, sin = (lax.broadcast_in_dim(part, plain.shape, [1]) for part in parts)
         wide = plain.astype(jnp.float32)
         turned = wide * cos - turned_by_right_angle(wide, interleaved, interpret) * sin
-        query_rope.at[side][...] = turned.astype(jnp.bfloat16)
+        if options.in_registers:
+            plgpu.commit_smem()  # the next factors are copied over these
+        return turned.astype(jnp.bfloat16)
+
+    def turn_query(side):
+        """Into the own shared tile."""
+        query_rope.at[side][...] = turned_query(side, plain)
         plgpu.commit_smem()
 
     def following(pair, ahead, side):
@@ -189,27 +202,45 @@ def _body(
     def distances_of(pair, side):
         return [following(pair, ahead, side) for ahead in range(3)] if rotate else []
 
-    def turn_for_next(pair, side, distances):
-        if rotate:
-            (_, here), (_, there), (entry, beyond) = distances or distances_of(pair, side)
+    def turn_for_next(pair, side, distances, turned):
+        if not rotate:
+            return turned
+        (_, here), (_, there), (entry, beyond) = distances or distances_of(pair, side)
+        if options.in_registers:
+            turned = lax.cond(
+                here != there, lambda turned: turned_query(side, plain_query()), lambda turned: turned, turned
+            )
+        else:
             pl.when(here != there)(lambda: turn_query(side))
-            pl.when(there != beyond)(lambda: load_factors(entry, side))
+        pl.when(there != beyond)(lambda: load_factors(entry, side))
+        return turned
 
     def prologue(side):
         plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, sides[side]], query.at[side], query_loaded)
-        if not rotate:
+        if not rotate and not options.in_registers:
             plgpu.copy_gmem_to_smem(q_rope_ref.at[tile], query_rope.at[side], query_loaded)
+        if options.in_registers and side == 0:
+            plgpu.copy_gmem_to_smem(q_rope_ref.at[tile], query_rope.at[0], query_loaded)
         for slot in range(2):
             page = page_ref[request, 2 * start + slot]
             load_latent(page, slot, side)
             if slot != side:
                 load_rope(page, slot)
+        turned = None
+        if options.in_registers:
+            plgpu.barrier_wait(query_loaded)
+            turned = plain_query()
         if rotate:
             (entry, here), (after, there) = following(start, 0, side), following(start, 1, side)
             load_factors(entry, side)
-            turn_query(side)
+            if options.in_registers:
+                turned = turned_query(side, turned)
+            else:
+                turn_query(side)
             pl.when(here != there)(lambda: load_factors(after, side))
-        plgpu.barrier_wait(query_loaded)
+        if not options.in_registers:
+            plgpu.barrier_wait(query_loaded)
+        return turned
 
     def row_range(entry):
         return begin_ref[request, entry], end_ref[request, entry], origin_ref[request, entry]
@@ -236,13 +267,14 @@ def _body(
             zero_rows(latent.at[slot, side], begin, end, interpret)
             plgpu.commit_smem()
 
-    def scores(slot, zero, limits):
+    def scores(slot, zero, limits, turned):
         """In the order in which the parts of a page were asked for."""
         own, other = (
             (query.at[side + zero], latent.at[slot + zero, side].transpose((1, 0)), latent_loaded.at[2 * slot + side])
             for side in (slot, 1 - slot)
         )
-        keys = (query_rope.at[slot + zero], rope.at[slot + zero].transpose((1, 0)), rope_loaded.at[slot])
+        key_query = turned if options.in_registers else query_rope.at[slot + zero]
+        keys = (key_query, rope.at[slot + zero].transpose((1, 0)), rope_loaded.at[slot])
         return masked_scores(product([own, keys, other]), limits)
 
     def hidden_zero(pair):
@@ -294,25 +326,31 @@ def _body(
                 if slot != side:
                     plgpu.async_prefetch(rope_ref.at[layer, pages[slot]])
 
-    def product_while_turning(factors, start, pair, side, distances):
+    def product_while_turning(factors, start, pair, side, distances, turned):
         if not (rotate and options.turn_beside):
-            return product(factors, start)
+            return product(factors, start), turned
+        if options.in_registers:
 
-        def beside():
-            turn_for_next(pair, side, distances)
+            def beside():
+                return (turn_for_next(pair, side, distances, turned),)
+
+            return product_beside(factors, start, beside, (turned,))
+
+        def turn():
+            turn_for_next(pair, side, distances, turned)
             return ()
 
-        return product_beside(factors, start, beside, ())[0]
+        return product_beside(factors, start, turn, ())[0], turned
 
     def left(pair, state):
-        out, maximum, total = state
+        out, maximum, total, turned = state
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
         next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
         after_next = [page_ref[request, following(pair, 2, slot)[0]] for slot in range(2)] if options.prefetch else []
         distances = distances_of(pair, 0) if options.distances_ahead else []
 
-        score = scores(0, zero, limits[0])
+        score = scores(0, zero, limits[0], turned)
         new = jnp.maximum(maximum, score.max(axis=1))
         if options.order != "weights_first":
             exchange.at[0][...] = new
@@ -327,10 +365,11 @@ def _body(
             publish_weight(0, narrow)
         prefetch(after_next, 0)
         clear_unseen(0, 0, limits[0])
-        out = product_while_turning([(narrow, latent.at[zero, 0], None)], out * along(rescale, out), pair, 0, distances)
+        first = (narrow, latent.at[zero, 0], None)
+        out, turned = product_while_turning([first], out * along(rescale, out), pair, 0, distances, turned)
         pl.when(more)(lambda: load_latent(next_page[0], 0, 0))
         if not options.turn_beside:
-            turn_for_next(pair, 0, distances)
+            turned = turn_for_next(pair, 0, distances, turned)
 
         newer = received(1)
         rescale = jnp.exp2(new - newer)
@@ -345,19 +384,19 @@ def _body(
             load_latent(next_page[1], 1, 0)
             load_rope(next_page[1], 1)
 
-        return out, newer, total * rescale
+        return out, newer, total * rescale, turned
 
     def right(pair, state):
-        out, maximum, total = state
+        out, maximum, total, turned = state
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
         next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
         after_next = [page_ref[request, following(pair, 2, slot)[0]] for slot in range(2)] if options.prefetch else []
         distances = distances_of(pair, 1) if options.distances_ahead else []
 
-        score = scores(1, zero, limits[1])
+        score = scores(1, zero, limits[1], turned)
         if not options.turn_beside:
-            turn_for_next(pair, 1, distances)
+            turned = turn_for_next(pair, 1, distances, turned)
         if options.order == "weights_first":
             new = received(0)
         else:
@@ -399,14 +438,14 @@ def _body(
         clear_unseen(1, 1, limits[1])
         rescale = jnp.exp2((maximum if options.order == "own_first" else new) - newer)
         second = (weight, latent.at[1 + zero, 1], None)
-        out = product_while_turning([second], out * along(rescale, out), pair, 1, distances)
+        out, turned = product_while_turning([second], out * along(rescale, out), pair, 1, distances, turned)
         pl.when(more)(lambda: load_latent(next_page[1], 1, 1))
         if options.order == "own_first":
             _wait_for(published.at[0])
             see_first_page()
             out = product([first], out)
             pl.when(more)(refill_first)
-        return out, newer, total
+        return out, newer, total, turned
 
     nothing = (
         plgpu.layout_cast(jnp.zeros((TILE_ROWS, half), jnp.float32), plgpu.Layout.WGMMA),
@@ -415,8 +454,13 @@ def _body(
     )
 
     def warpgroup(side, pair_step):
-        pl.when(start < stop)(lambda: prologue(side))
-        out, maximum, total = lax.fori_loop(start, stop, pair_step, nothing)
+        if options.in_registers:
+            empty = plgpu.layout_cast(jnp.zeros((TILE_ROWS, ROPE_WIDTH), jnp.bfloat16), plgpu.Layout.WGMMA)
+            turned = lax.cond(start < stop, lambda empty: prologue(side), lambda empty: empty, empty)
+        else:
+            turned = jnp.int32(0)  # it lies in its tile
+            pl.when(start < stop)(lambda: prologue(side))
+        out, maximum, total, _ = lax.fori_loop(start, stop, pair_step, (*nothing, turned))
         # Each warpgroup summed the weights of its own pages.
         exchange.at[2 + side][...] = total
         plgpu.barrier_arrive(summed)
