@@ -16,10 +16,12 @@ from models.kv_view import DenseView
 from models.safetensors_reader import stored_array
 from models.variants import CONVERTED, VARIANTS
 from tests.tolerances import PARITY, assert_close
+from tools.models_page import PAGE, SAME_PROGRAM, errors_on
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "parity"
 RELATIVES = ("deepseek", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "mistral4", "youtu")
 FIXTURES = sorted(path for path in FOLDER.glob("*.npz") if path.stem.startswith(RELATIVES))
+STATED = errors_on(PAGE.read_text())
 
 
 def load_fixture(path):
@@ -49,6 +51,9 @@ def test_parity_with_transformers(path):
     states, logits = run(model, arrays["tokens"], arrays["positions"])
     assert_close(states, arrays["hidden"], **PARITY)
     assert_close(logits, arrays["logits"], **PARITY)
+    stated = STATED[SAME_PROGRAM.get(model.config.model_type, model.config.model_type)]
+    found = np.abs(states - arrays["hidden"]).max(), np.abs(logits - arrays["logits"]).max()
+    assert all(error <= 10 * float(text) for error, text in zip(found, stated, strict=True)), "docs/models.md"
 
 
 def test_there_is_a_fixture_for_every_published_variant():
