@@ -45,7 +45,10 @@ _KIMI = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 10,
     "v_head_dim": 5,
-    "num_local_experts": 7,
+    "num_local_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
     "num_experts_per_tok": 3,
     "linear_head_dim": 7,
     "linear_num_heads": 2,
@@ -76,17 +79,7 @@ CASES = {
         | {"time_step_limit": [0.1, 0.9], "residual_in_fp32": False},
     ),
     "recurrent_qwen3_next": ("Qwen3Next", _QWEN),
-    "recurrent_qwen3_next_unnormalised_tied": (
-        "Qwen3Next",
-        _QWEN | {"norm_topk_prob": False, "tie_word_embeddings": True, "linear_num_key_heads": 6}
-        | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
-    ),
     "recurrent_kimi_linear": ("KimiLinear", _KIMI),
-    "recurrent_kimi_linear_grouped": (
-        "KimiLinear",
-        _KIMI | {"num_local_experts": 8, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "n_shared_experts": 2}
-        | {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
-    ),
 }  # fmt: skip
 
 
