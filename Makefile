@@ -12,7 +12,7 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 BENCHMARKS := $(wildcard tests/*/bench*.py pallas_kernels/bench.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help .venv demo test lint parity bench notebooks extras lock clean
+.PHONY: help .venv demo test lint docs parity bench notebooks extras lock clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z.]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -33,13 +33,17 @@ $(TPU_READY): requirements-tpu.lock | $(READY)
 demo: $(READY)  ## replay an agent session whose header changes every turn; writes results/demo
 	$(VENV)/python -m experiments.run --config=experiments/configs/demo.py --out=results/demo
 
-test: lint $(TPU_READY)  ## lint, types and every test
+test: lint docs $(TPU_READY)  ## lint, types, pages and every test
 	$(VENV)/python -m pytest
 
 lint: $(READY)  ## ruff and mypy
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
 	$(VENV)/mypy
+
+# mkdocs' advertisement for its successor is no warning about the pages.
+docs: $(READY)  ## the documentation site, strict about links; writes build/site
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --quiet
 
 $(PARITY_READY): tools/parity/requirements.txt
 	tools/make_venv.sh .venv-parity tools/parity/requirements.txt $(PARITY_LOW) $(PARITY_HIGH)

@@ -58,6 +58,7 @@ class ChatRequest(BaseModel):
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
+        """Texts that end an answer; empty ones end nothing."""
         found = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(text for text in found if text)
 

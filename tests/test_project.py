@@ -157,7 +157,7 @@ def test_make_test_runs_lint_types_and_every_test():
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
     }
     recipe = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    for step in ("ruff check .", "ruff format --check .", "mypy", "python -m pytest"):
+    for step in ("ruff check .", "ruff format --check .", "mypy", "mkdocs build --quiet", "python -m pytest"):
         assert any(line.endswith(step) for line in recipe.splitlines()), f"{step!r} not in\n{recipe}"
 
 
