@@ -4,9 +4,10 @@ import jax
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.attention_reach import Distances
+from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
-from pallas_kernels.rotated_latent_attention import api, reference
+from pallas_kernels.rotated_latent_attention import api, expanded, reference
 
 
 def rotated_latent_attention_with_reach(
@@ -53,9 +54,62 @@ def rotated_latent_attention_with_reach(
 
         if implementation is not None or hopper.unsupported(q_latent, latent_pages, rope_pages, storage) is None:
             return hopper.rotated_latent_attention_with_reach(*operands, **settings)
+    _require_xla("rotated_latent_attention_with_reach", implementation)
+    return reference.rotated_latent_attention_with_reach(*operands, **settings, latent_scale=latent_scale)
+
+
+def expanded_latent_attention_with_reach(
+    q_nope: Float[Array, "M H K"],
+    q_rope: Float[Array, "M H R"],
+    query_position: Int[Array, " M"],
+    latent_pages: Real[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G W"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    w_uk: Float[Array, "H K C"],
+    w_uv: Float[Array, "H C V"],
+    *,
+    scale: float,
+    storage: Storage = "base",
+    distances: Distances,
+    packed: PackedRows | None = None,
+    latent_scale: Float[Array, "L N G"] | None = None,
+    implementation: api.Implementation | None = None,
+) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H D"]]:
+    """``api.expanded_latent_attention``, and the share of weight beyond ``distances``; the rest as above.
+
+    The Hopper kernel groups neighbouring rows as ``packed`` has them and XLA those of a page, so where pages are part
+    full a share may differ by what a group of rows holds.
+
+    Raises:
+      NotImplementedError: as above.
+    """
+    operands = (
+        q_nope,
+        q_rope,
+        query_position,
+        latent_pages,
+        rope_pages,
+        layer,
+        page_table,
+        rotary,
+        w_uk,
+        w_uv,
+    )
+    settings = {"scale": scale, "storage": storage, "distances": distances}
+    if implementation in (None, "mosaic_gpu") and api.hopper_available() and distances and latent_scale is None:
+        from pallas_kernels.rotated_latent_attention import expanded_hopper
+
+        if implementation is not None or expanded_hopper.unsupported(q_nope, q_rope, w_uv, latent_pages) is None:
+            return expanded_hopper.expanded_latent_attention_with_reach(*operands, **settings, packed=packed)
+    _require_xla("expanded_latent_attention_with_reach", implementation)
+    return expanded.expanded_latent_attention_with_reach(*operands, **settings, latent_scale=latent_scale)
+
+
+def _require_xla(op: str, implementation: api.Implementation | None) -> None:
     if implementation not in (None, "xla"):
         raise NotImplementedError(
-            f"rotated_latent_attention_with_reach: implementation={implementation!r} does not measure reach on "
+            f"{op}: implementation={implementation!r} does not measure reach on "
             f"{jax.devices()[0].device_kind!r}, or not of quantised rows; use implementation='xla' or None"
         )
-    return reference.rotated_latent_attention_with_reach(*operands, **settings, latent_scale=latent_scale)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_table import PageTable
-from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows, reference
+from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows, reach, reference
 from pallas_kernels.rotated_latent_attention.hopper_merge import merge_splits
 from pallas_kernels.rotated_latent_attention.hopper_splits import MULTIPROCESSORS, tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, pack, split_pairs, tile_queries, unpack
@@ -127,7 +127,7 @@ def test_interpreted_kernels_against_the_oracle(heads, rows, queries, splits, in
     settings = {"scale": problem.scale, "splits": splits, "interpret": True}
     if heads == 64:
         settings["distances"] = (7, 32, 64)
-        out, lse, reach = hopper.rotated_latent_attention_with_reach(*problem.arguments(), **settings)
+        out, lse, shares = hopper.rotated_latent_attention_with_reach(*problem.arguments(), **settings)
     else:
         out, lse = hopper.rotated_latent_attention(*problem.arguments(), **settings)
     assert "RACE" not in capfd.readouterr().out
@@ -143,8 +143,8 @@ def test_interpreted_kernels_against_the_oracle(heads, rows, queries, splits, in
         measured = reference.rotated_latent_attention_with_reach(
             *problem.arguments(), scale=problem.scale, distances=settings["distances"]
         )
-        assert_close(reach, measured[2], atol=1e-3, rtol=0)
-        assert 0.1 < float(jnp.max(reach[..., 2])) < float(jnp.max(reach[..., 0]))
+        assert_close(shares, measured[2], atol=1e-3, rtol=0)
+        assert 0.1 < float(jnp.max(shares[..., 2])) < float(jnp.max(shares[..., 0]))
 
 
 def test_the_race_detector_sees_missing_barriers(monkeypatch, capfd):
@@ -197,6 +197,27 @@ def test_nothing_named_takes_the_kernel_where_it_can(monkeypatch):
     assert_close(out, oracle(problems[1])[0])
     with pytest.raises(NotImplementedError, match="queries of float32"):
         attend(*problems[1].arguments(), scale=1.0, implementation="mosaic_gpu")
+
+
+def test_reach_is_measured_by_the_kernels_where_they_can(monkeypatch):
+    """On a Hopper GPU, bfloat16 rows: by the kernel; what it does not take, and everything elsewhere: in XLA."""
+    mark = (jnp.full((11, 16, 128), 7.0, jnp.bfloat16), jnp.zeros((11, 16)), jnp.zeros((11, 16, 1)))
+    monkeypatch.setattr(hopper, "rotated_latent_attention_with_reach", lambda *_, **__: mark)
+    shape = {"heads": 16, "latent_width": 128, "rope_width": 64, "page_size": 64}
+    problems = {dtype: random_problem(1, **shape, dtype=dtype) for dtype in ("bfloat16", "float32")}
+
+    def measure(dtype, **options):
+        settings = {"scale": 1.0, "distances": (7,), **options}
+        return reach.rotated_latent_attention_with_reach(*problems[dtype].arguments(), **settings)
+
+    elsewhere = measure("bfloat16")
+    assert elsewhere[0] is not mark[0]
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*does not measure reach.*use implementation='xla'"):
+        measure("bfloat16", implementation="mosaic_gpu")
+    monkeypatch.setattr(api, "hopper_available", lambda: True)
+    assert measure("bfloat16") is mark
+    assert measure("bfloat16", implementation="xla")[0] is not mark[0]
+    assert measure("float32")[0] is not mark[0]
 
 
 def test_shapes_the_kernel_does_not_take_are_refused():
