@@ -53,7 +53,8 @@ def test_a_chunk_that_refers_to_its_heading_was_cached_behind_another(planter):
 
 def small_config(**changes) -> ConfigDict:
     config = accuracy_config.get_config()
-    config.update({"tasks": "needle,text", "samples": 2, "length": 300, "questions": 1, "draws": 50, **changes})
+    settings = {"tasks": "needle,text", "samples": 2, "length": 300, "questions": 1, "draws": 50}
+    config.update({**settings, "new_tokens": CONTINUATION, **changes})  # one shape of caches, fewer programs
     return config
 
 
