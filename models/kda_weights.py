@@ -90,7 +90,12 @@ class KDAConfig:
           ValueError: for a field that is missing, unsupported or contradicts another.
         """
         config = {SPELLINGS.get(name, name): value for name, value in config.items()}
-        plain = {"q_lora_rank": None, "attention_bias": False, "moe_layer_freq": 1, "mla_use_nope": True}
+        plain: dict[str, Any] = {
+            "q_lora_rank": None,
+            "attention_bias": False,
+            "moe_layer_freq": 1,
+            "mla_use_nope": True,
+        }
         plain |= {"moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "rope_scaling": None}
         for name, only in plain.items():
             if config.get(name, only) not in (only, None):

@@ -135,8 +135,10 @@ def read_config(source: str | Mapping[str, Any], **overrides: Any) -> tuple[Recu
     if isinstance(source, str):
         if source not in presets():
             raise ValueError(f"preset {source!r} is unknown; use one of {', '.join(presets())}")
-        source = json.loads((PRESETS / f"{source}.json").read_text())
-    fields = {**source, **overrides}
+        fields = json.loads((PRESETS / f"{source}.json").read_text())
+    else:
+        fields = dict(source)
+    fields |= overrides
     known = recurrent_families()
     for family in known:
         if fields.get("model_type") in family.model_types:
