@@ -254,17 +254,17 @@ class MLAConfig:
         self._check_indexer()
 
     def _check_indexer(self):
-        given = (self.index_topk, self.index_head_dim, self.index_n_heads)
+        given = [number or 0 for number in (self.index_topk, self.index_head_dim, self.index_n_heads)]
         if self.variant.indexer_interleave is None:
             if any(given) or self.indexer_types:
                 raise ValueError(f"index_topk={self.index_topk} belongs to sparse attention, not to {self.model_type}")
             return
-        if not all(given) or self.q_lora_rank is None or min(given) < 1:
+        if self.q_lora_rank is None or min(given) < 1:
             raise ValueError(
                 f"index_topk={self.index_topk}, index_head_dim={self.index_head_dim}, index_n_heads="
                 f"{self.index_n_heads} and q_lora_rank={self.q_lora_rank} must all be given for {self.model_type}"
             )
-        if self.index_head_dim < self.qk_rope_head_dim:
+        if given[1] < self.qk_rope_head_dim:
             raise ValueError(
                 f"index_head_dim={self.index_head_dim} is less than qk_rope_head_dim={self.qk_rope_head_dim}, which "
                 "its first values are rotated over; correct the config"

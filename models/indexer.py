@@ -8,6 +8,7 @@ The published kernels turn queries and keys by a Hadamard matrix and score them 
 product, and eight bits are left out here.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ KEY_NORM_EPSILON = 1e-6
 
 def index_rotary(config: MLAConfig, rotary: RotaryTable) -> RotaryTable:
     """Attention's table in the indexer's layout."""
-    return rotary.replace(interleaved=config.variant.indexer_interleave)
+    return dataclasses.replace(rotary, interleaved=bool(config.variant.indexer_interleave))
 
 
 def choose(

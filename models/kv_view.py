@@ -8,6 +8,7 @@ Keys are handed over before rotation: where a key is stored, and for which posit
 arrive rotated to their position. YaRN's attention amplitude, where a model has one, is already multiplied into both.
 """
 
+import dataclasses
 from typing import Any, Protocol
 
 import jax
@@ -81,7 +82,7 @@ class DenseView:
     def with_selection(self, count):
         """Room for a choice."""
         tokens = self.positions.shape[0]
-        return self.replace(chosen=jnp.zeros((tokens, tokens), bool), count=min(count, tokens))
+        return dataclasses.replace(self, chosen=jnp.zeros((tokens, tokens), bool), count=min(count, tokens))
 
     def select(self, layer, query, key, weights, rotary):
         """Ranks the tokens of the sequence by their indexer keys."""
@@ -90,8 +91,9 @@ class DenseView:
         scores = jnp.einsum("MIN,MI->MN", scores, weights)
         scores = jnp.where(self.positions[:, None] >= self.positions[None, :], scores, -jnp.inf)
         best = jax.lax.top_k(scores, self.count)[1]
+        assert self.chosen is not None
         chosen = jnp.zeros_like(self.chosen).at[jnp.arange(len(best))[:, None], best].set(True)
-        return self.replace(chosen=jnp.where(layer >= 0, chosen, self.chosen))
+        return dataclasses.replace(self, chosen=jnp.where(layer >= 0, chosen, self.chosen))
 
     def attend_latent(self, layer, q_nope, q_rope, c_kv, k_rope, w_uk, w_uv, rotary, scale):
         """Expanded attention: keys and values are projected up once, as in training."""

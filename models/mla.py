@@ -190,7 +190,7 @@ def shortcut_layer(
 ) -> tuple[Float[Array, "M D"], Any]:
     """LongCat's layer (arXiv 2509.01322, section 2.1): two plain layers, and experts that read what the first one's
     feed-forward reads and join the residual stream behind the second."""
-    shortcut = None
+    shortcut = jnp.zeros_like(hidden)
     for half, part in enumerate(("first", "second")):
         own = params[part]
         x = layers.rms_norm(hidden, own["input_norm"], config.rms_norm_eps)
