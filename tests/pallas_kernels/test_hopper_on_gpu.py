@@ -48,7 +48,7 @@ class TestHopper(LatentAttentionCases):
         return problem_on_gpu(seed, **shape)
 
 
-BATCH = {"rows": (331, 0, 64, 199), "queries": (1, 1, 1, 1), "num_pages": 31, "capacity": 17}
+BATCH = {"rows": (331, 0, 64, 199), "queries": (1, 1, 1, 1), "num_pages": 101, "capacity": 41}
 
 
 def attend(problem, splits=2, **options):
