@@ -42,7 +42,8 @@ def problem_on_gpu(seed, **shape):
 
 class TestHopper(LatentAttentionCases):
     implementation = "mosaic_gpu"
-    log_sum_exp_tolerance = {"atol": 1e-3, "rtol": 0}  # noqa: RUF012
+    # A turned query is rounded to bfloat16 before its scores; where one row is seen, that is the log-sum-exp.
+    log_sum_exp_tolerance = {"atol": 2e-3, "rtol": 0}  # noqa: RUF012
 
     def problem(self, seed, **shape):
         return problem_on_gpu(seed, **shape)
