@@ -12,6 +12,7 @@ from experiments.compare import Difference
 from experiments.errors import InputError
 
 HEADER = ("", "where", "figure", "A", "B", "change", "95 % interval of B - A", "by")
+WIDE = "main { max-width: 86rem; }"
 NOTE = (
     "Marked (*) are differences beyond noise: their 95 % interval does not hold zero. Noise is what repeated runs, or "
     "else the rows of each run, differ by; rows are taken as independent, and one in twenty is marked by chance."
@@ -67,7 +68,7 @@ def _write(out: Path, first: list[dict[str, Any]], found: list[Difference], sett
     ]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "compare.html").write_text(page.whole("Comparison of two runs", "\n".join(body)), encoding="utf-8")
+        (out / "compare.html").write_text(page.whole("Comparison of two runs", "\n".join(body), WIDE), encoding="utf-8")
     except OSError as error:
         raise InputError(f"out={out}: cannot be written ({error.strerror}); name another folder") from error
 

@@ -3,8 +3,8 @@
 What is noise is asked of the runs themselves. Where a side has several runs, summary values are compared by Welch's
 interval (1947); where a study states the interval of a figure (``name_low``, ``name_high``), by that. Where each is one
 run, its rows are compared, too: those of the same item (same words, same place) as pairs, else as two samples, with
-a bootstrap interval of the difference of means (Efron, 1979). Rows are taken as independent; a difference is marked if
-its 95 % interval does not hold zero.
+the wider of a bootstrap interval of the difference of means (Efron, 1979) and Student's, since the former is too narrow
+for few rows. Rows are taken as independent; a difference is marked if its 95 % interval does not hold zero.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from experiments.errors import InputError
 
 RESAMPLES = 2000
 MOST_GROUPS = 24  # words with more values name items and not kinds of them
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; beyond, the normal's.
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
 
@@ -134,9 +134,14 @@ def _of_runs(first: np.ndarray, second: np.ndarray) -> tuple[float | None, float
     if variance == 0:
         return difference, difference, "runs"
     freedom = variance**2 / sum(part**2 / (len(side) - 1) for part, side in zip(parts, (first, second), strict=True))
-    quantile = STUDENT[max(0, math.floor(freedom) - 1)] if freedom < len(STUDENT) + 1 else 1.96
-    reach = quantile * math.sqrt(variance)
+    reach = _student(freedom) * math.sqrt(variance)
     return difference - reach, difference + reach, "runs"
+
+
+def _student(freedom: float) -> float:
+    """Two-sided 95 % quantile, to two digits: beyond the table by its leading correction."""
+    place = max(1, math.floor(freedom))
+    return STUDENT[place - 1] if place <= len(STUDENT) else 1.96 * (1 + 1.22 / place)
 
 
 def _of_rows(first: list[dict[str, Any]], second: list[dict[str, Any]], rng: np.random.Generator) -> list[Difference]:
@@ -153,7 +158,7 @@ def _of_rows(first: list[dict[str, Any]], second: list[dict[str, Any]], rng: np.
             if not all(side.size for side in sides):
                 continue
             paired = len(one) == len(other) == sides[0].size == sides[1].size and _items(one) == _items(other)
-            low, high = _bootstrap(*sides, paired, rng)
+            low, high = _of_samples(*sides, paired, rng)
             how = "pairs" if paired else "samples"
             found.append(Difference(name, figure, *(float(side.mean()) for side in sides), low, high, how))
     return found
@@ -197,12 +202,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _bootstrap(first: np.ndarray, second: np.ndarray, paired: bool, rng: np.random.Generator) -> tuple[Any, Any]:
+def _of_samples(first: np.ndarray, second: np.ndarray, paired: bool, rng: np.random.Generator) -> tuple[Any, Any]:
     """95 % interval of the difference of means; none for a single row that tells nothing of its spread."""
     if min(first.size, second.size) < 2:
         return None, None
+    change = second - first if paired else np.zeros(0)
+    student = _of_runs(np.zeros_like(change), change) if paired else _of_runs(first, second)
     if paired:
-        change = second - first
         means = change[rng.integers(change.size, size=(RESAMPLES, change.size))].mean(axis=1)
     else:
         means = (
@@ -210,4 +216,4 @@ def _bootstrap(first: np.ndarray, second: np.ndarray, paired: bool, rng: np.rand
             - first[rng.integers(first.size, size=(RESAMPLES, first.size))].mean(axis=1)
         )  # fmt: skip
     low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)
+    return min(float(low), student[0]), max(float(high), student[1])

@@ -20,10 +20,17 @@ h1 { font-size: 1.5rem; line-height: 1.3; margin: 0 0 1rem; } h2 { font-size: 1.
 a { color: var(--accent); }
 code, pre { font: .88em/1.5 ui-monospace, monospace; background: var(--card); border-radius: 4px; }
 code { padding: .1em .3em; } pre { padding: .8rem; overflow-x: auto; } pre code { padding: 0; }
-figure, .scroll { margin: 1rem 0; overflow-x: auto; }
+figure, .scroll { margin: 1rem 0; overflow-x: auto; /* a shade at the edge behind which there is more */
+  background: linear-gradient(to right, var(--paper) 30%, transparent) left / 2rem 100% no-repeat local,
+    linear-gradient(to left, var(--paper) 30%, transparent) right / 2rem 100% no-repeat local,
+    linear-gradient(to right, var(--line), transparent) left / .8rem 100% no-repeat scroll,
+    linear-gradient(to left, var(--line), transparent) right / .8rem 100% no-repeat scroll; }
 img { max-width: 100%; height: auto; background: #fff; border: 1px solid var(--line); border-radius: 6px; }
+@media (max-width: 36rem) { figure img { max-width: none; width: 38rem; } }
+.scroll table { width: max-content; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top; }
+th, td { text-align: left; padding: .3rem .7rem; border-bottom: 1px solid var(--line); vertical-align: top;
+  max-width: 30rem; }
 th { color: var(--soft); font-weight: 600; } tr.marked td { font-weight: 600; background: var(--card); }
 .soft { color: var(--soft); }
 """

@@ -101,7 +101,7 @@ def _report(record: dict[str, Any], result: StudyResult) -> str:
     parts += [f"![{name}]({name})" for name in result.get("figures", [])]
     parts += result.get("tables", [])
     parts.append("## Summary\n\n" + markdown_table(("name", "value"), result["summary"].items()))
-    settings = ((name, f"`{value}`") for name, value in record["config"].items())
+    settings = ((name, f"`{value}`" if str(value) else "(empty)") for name, value in record["config"].items())
     parts.append("## Settings\n\n" + markdown_table(("name", "value"), settings))
     parts.append(
         f"## Environment\n\n{where['system']}, {where['processor']}, {where['cores']} cores, "
