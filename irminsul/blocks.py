@@ -28,12 +28,15 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """Work of one block in multiply-adds: ``max(tokens * fixed + real * routed, weights) + rows * (tokens * per_pair +
-    per_row)``, of ``tokens`` of which ``real`` are no padding.
+    """Work of one block in multiply-adds: ``tokens * fixed + real * routed + weights + tokens * rows * per_pair +
+    rows * per_row``, of ``tokens`` of which ``real`` are no padding.
 
     ``fixed`` is the model without attention, ``routed`` the part of it that skips padding, ``weights`` what reading all
     parameters once takes, in multiply-adds of the same time; ``per_pair`` and ``per_row`` are indexed by form. Counted
     are the products, and what passes over scores and rows cost beside them (``SCORE_WORK``, ``ROW_WORK``).
+
+    With ``causal``, where kernels leave out what a query does not see, pairs cost the same in any block: only what a
+    form takes more than the cheapest one counts.
     """
 
     fixed: float
@@ -41,16 +44,24 @@ class CostModel:
     per_row: dict[str, float]
     routed: float = 0.0
     weights: float = 0.0
+    causal: bool = False
 
     def __hash__(self) -> int:
-        return hash((self.fixed, self.routed, self.weights, *self.per_pair.items(), *self.per_row.items()))
+        alone = (self.fixed, self.routed, self.weights, self.causal)
+        return hash((*alone, *self.per_pair.items(), *self.per_row.items()))
 
-    def __call__(self, block: Block, tokens: Int[Array, ""], rows: Int[Array, ""]) -> Float[Array, ""]:
-        """Work a computed token when ``tokens`` of the block are real and the last of them sees ``rows`` rows."""
+    def __call__(
+        self, block: Block, tokens: Int[Array, ""], rows: Int[Array, ""], visible: Float[Array, ""]
+    ) -> Float[Array, ""]:
+        """Work a computed token when ``tokens`` of the block are real, the last of them sees ``rows`` rows, and all of
+        them together see ``visible``."""
         rows, real = rows.astype(jnp.float32), tokens.astype(jnp.float32)
-        model = jnp.maximum(block.tokens * self.fixed + real * self.routed, self.weights)
-        work = model + rows * (block.tokens * self.per_pair[block.form] + self.per_row[block.form])
-        return work / real
+        model = block.tokens * self.fixed + real * self.routed + self.weights
+        if self.causal:
+            pairs = visible * (self.per_pair[block.form] - min(self.per_pair.values()))
+        else:
+            pairs = block.tokens * rows * self.per_pair[block.form]
+        return (model + pairs + rows * self.per_row[block.form]) / real
 
 
 # Multiply-adds that one score (mask, exponential, rescaling) and one value of a gathered row cost in time. Fitted on
@@ -106,7 +117,7 @@ def cost_model(model: Any) -> CostModel:
     weights = HOPPER_WORK_PER_BYTE * model.dtype.itemsize * fixed if hopper else 0.0
     experts, routed = _routed_parameters(config)
     fixed -= experts if hopper else experts - routed
-    skipping = {"routed": routed if hopper else 0.0, "weights": weights}
+    skipping = {"routed": routed if hopper else 0.0, "weights": weights, "causal": hopper}
     heads, score = rows.num_layers * config.num_attention_heads, HOPPER_SCORE_WORK if hopper else SCORE_WORK
     gather = rows.num_layers * (rows.latent_width + rows.rope_width) * ROW_WORK
     if rows.kind == "grouped":
@@ -146,8 +157,11 @@ def choose_block(
     tokens pay for the rows that its last one sees, which is why a short block before the gap can be the cheaper one.
     """
 
+    seen = jnp.cumsum(positions + 1.0)
+
     def work(block: Block) -> Float[Array, ""]:
         end = jnp.minimum(start + block.tokens, count)
-        return cost(block, end - start, positions[end - 1] + 1)
+        visible = seen[end - 1] - jnp.where(start > 0, seen[start - 1], 0.0)
+        return cost(block, end - start, positions[end - 1] + 1, visible)
 
     return jnp.argmin(jnp.stack([work(block) for block in blocks]))

@@ -24,9 +24,7 @@ def route(
     weights by the score alone: the bias balances load and takes no part in the output.
     """
     assert config.num_experts_per_tok is not None
-    logits = jnp.einsum(
-        "MD,DE->ME", x.astype(jnp.float32), router.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-    )
+    logits = _float32_logits(x, router)
     scores = jax.nn.sigmoid(logits) if config.scoring_func == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     if config.topk_method == "noaux_tc":
         assert bias is not None
@@ -43,6 +41,14 @@ def route(
     if config.norm_topk_prob:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return experts, weights * config.routed_scaling_factor
+
+
+def _float32_logits(x: Float[Array, "M D"], router: Float[Array, "D E"]) -> Float[Array, "M E"]:
+    """Products of bfloat16 numbers are exact in float32: the matrix unit, which adds them up there, loses nothing."""
+    if x.dtype == router.dtype == jnp.bfloat16:
+        return jnp.einsum("MD,DE->ME", x, router, preferred_element_type=jnp.float32)
+    wide = x.astype(jnp.float32), router.astype(jnp.float32)
+    return jnp.einsum("MD,DE->ME", *wide, precision=jax.lax.Precision.HIGHEST)
 
 
 def _in_kept_groups(choice: Float[Array, "M E"], config: MLAConfig, *, ranked_by: int) -> Array:
