@@ -12,14 +12,17 @@ The arrays are plain numpy and are changed in place by whoever owns the tree (``
 step); ``copy`` gives an independent tree. All are int32 unless said otherwise, ``N`` pages of ``G`` rows.
 """
 
+import bisect
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import islice
+from functools import partial
+from itertools import accumulate, islice
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
 from flax import struct
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, Int64
 
 from irminsul.eviction import Eviction, eviction_keys
 
@@ -37,6 +40,9 @@ class Piece(NamedTuple):
     row_begin: int
     row_end: int
     position: int
+
+
+_piece = partial(tuple.__new__, Piece)  # of its four fields in a tuple: thousands of them cost a third of Piece(...)
 
 
 @struct.dataclass
@@ -186,31 +192,39 @@ FEW = 8
 
 
 def walk_left(
-    tree: PageTree, prompt: np.ndarray, end: int, page: int, row_end: int, owners: tuple[int, ...], *, floor: int = 0
+    tree: PageTree,
+    prompt: np.ndarray,
+    end: int,
+    page: int,
+    row_end: int,
+    owners: tuple[int, ...],
+    *,
+    floor: int = 0,
+    pure: bool = False,
 ) -> tuple[list[Piece], bool]:
     """Matches ``prompt[floor:end]`` backwards against the rows that end at ``(page, row_end)``, in pages of ``owners``.
 
-    Returns the matching pieces in prompt order, and whether the walk came out at the root with nothing left of it.
+    With ``pure`` only pure rows count. Returns the matching pieces in prompt order, and whether the walk came out at
+    the root with nothing left of it.
     """
     pieces: list[Piece] = []
     block = FIRST_BLOCK
     while end > floor:
-        path = _ancestors(tree, page, row_end, block, end - floor)
-        path = path[: _leading_of(tree, path, owners)]
-        if not path:
+        pages, ends = _ancestors(tree, page, row_end, block, end - floor)
+        owned = _leading_of(tree, pages, owners)
+        if not owned:
             break
-        stored = gather(tree.tokens, [(page, 0, row_end) for page, row_end in reversed(path)])
-        matched = min(len(stored), end - floor)
-        differ = np.flatnonzero(stored[len(stored) - matched :] != prompt[end - matched : end])
-        matched -= int(differ[-1]) + 1 if len(differ) else 0
-        left = matched
-        for page, row_end in path:
-            if left > 0:
-                pieces.append(Piece(page, max(0, row_end - left), row_end, end - min(left, row_end)))
-                left, end = left - row_end, end - min(left, row_end)
-        if matched < len(stored):
+        pages, ends = pages[:owned], ends[:owned]
+        begins = [0] * owned
+        places = list(accumulate(ends, sub, initial=end))
+        agree = _agree(tree, prompt[max(floor, places[-1]) : end], pages[::-1], begins, ends[::-1], pure, from_end=True)
+        matched = len(agree) if agree.all() else int(agree[::-1].argmin())
+        pieces += map(_piece, zip(pages, begins, ends, places[1:], strict=True))
+        end -= matched
+        if end > places[-1]:
+            _cut_before(pieces, end)
             break
-        page, row_end = int(tree.parent[page]), int(tree.parent_end[page])
+        page, row_end = int(tree.parent[pages[-1]]), int(tree.parent_end[pages[-1]])
         if page < 0:
             return pieces[::-1], page == ROOT and end == 0
         block = min(4 * block, LARGEST_BLOCK)
@@ -228,64 +242,103 @@ def walk_right(
     pieces: list[Piece] = []
     block = FIRST_BLOCK
     while begin < stop:
-        path = _only_descendants(tree, page, row_begin, block, stop - begin)
-        matched = _match(tree, prompt, begin, path, stop, pure)
+        pages, ends = _only_descendants(tree, page, row_begin, block, stop - begin)
+        begins = [row_begin, *[0] * (len(pages) - 1)]
+        places = list(accumulate(map(sub, ends, begins), initial=begin))
+        agree = _agree(tree, prompt[begin : min(stop, places[-1])], pages, begins, ends, pure)
+        begin += len(agree) if agree.all() else int(agree.argmin())
+        last = min(bisect.bisect_right(places, begin, 1), len(pages)) - 1  # the page in which the match ends
+        pieces += map(_piece, zip(pages[:last], begins, ends, places, strict=False))
+        page, row_begin = pages[last], begins[last] + begin - places[last]
+        if row_begin > begins[last]:
+            pieces.append(Piece(page, begins[last], row_begin, places[last]))
         block = min(4 * block, LARGEST_BLOCK)
-        for page, row_begin, row_end in path:
-            taken = min(matched, row_end - row_begin)
-            if taken:
-                pieces.append(Piece(page, row_begin, row_begin + taken, begin))
-            matched, begin, row_begin = matched - taken, begin + taken, row_begin + taken
-            if row_begin < row_end:
-                break
         page, row_begin = _best_child(tree, prompt[begin:stop], page, row_begin, pure), 0
         if page == NONE:
             break
     return pieces
 
 
-def gather(rows: np.ndarray, ranges: list[tuple[int, int, int]]) -> np.ndarray:
-    """What ``rows [N, G]`` says of the row ranges ``(page, row_begin, row_end)``, one after the other."""
-    if len(ranges) == 1:
-        page, begin, end = ranges[0]
-        return rows[page, begin:end]
-    page, begins, ends = np.array(ranges).T
-    counts = ends - begins
-    first = page * rows.shape[1] + begins - (np.cumsum(counts) - counts)
-    return rows.reshape(-1)[np.repeat(first, counts) + np.arange(counts.sum())]
+def _cut_before(pieces: list[Piece], begin: int) -> None:
+    """Takes what stands before position ``begin`` from the end of a list of pieces, the last first in the prompt."""
+    while pieces and pieces[-1].position < begin:
+        piece = pieces.pop()
+        first = piece.row_begin + begin - piece.position
+        if first < piece.row_end:
+            pieces.append(piece._replace(row_begin=first, position=begin))
 
 
-def _ancestors(tree: PageTree, page: int, row_end: int, count: int, rows: int) -> list[tuple[int, int]]:
-    """``(page, row_end)`` and what stands to its left, nearest first: ``count`` pages or enough for ``rows`` rows."""
-    path: list[tuple[int, int]] = []
-    while page >= 0 and len(path) < count and rows > 0:
-        path.append((page, row_end))
+def _agree(
+    tree: PageTree,
+    prompt: np.ndarray,
+    pages: list[int],
+    begins: list[int],
+    ends: list[int],
+    pure: bool,
+    *,
+    from_end: bool = False,
+) -> Bool[np.ndarray, " n"]:
+    """Which tokens of ``prompt`` equal the row they meet: the first of the ranges, or the last with ``from_end``."""
+    rows = _rows_of(pages, begins, ends, tree.page_size)
+    rows = rows[len(rows) - len(prompt) :] if from_end else rows[: len(prompt)]
+    agree = tree.tokens.reshape(-1)[rows] == prompt
+    return agree & tree.pure.reshape(-1)[rows] if pure else agree
+
+
+def _rows_of(pages: list[int], begins: list[int], ends: list[int], page_size: int) -> Int64[np.ndarray, " n"]:
+    """Row numbers, counted through all pages, of row ranges one after the other."""
+    if len(pages) == 1:
+        return np.arange(begins[0], ends[0]) + pages[0] * page_size
+    first, end = np.array(begins), np.array(ends)
+    counts = end - first
+    starts = np.array(pages) * page_size + first - (np.cumsum(counts) - counts)
+    return np.repeat(starts, counts) + np.arange(counts.sum())
+
+
+def _ancestors(tree: PageTree, page: int, row_end: int, count: int, rows: int) -> tuple[list[int], list[int]]:
+    """``page`` and what stands to its left, nearest first, up to which row each: ``count`` pages or enough for ``rows``
+    rows."""
+    parent, parent_end = (
+        tree.parent.data,
+        tree.parent_end.data,
+    )  # their elements are read at half the cost of an array's
+    pages: list[int] = []
+    ends: list[int] = []
+    while page >= 0 and len(pages) < count and rows > 0:
+        pages.append(page)
+        ends.append(row_end)
         rows -= row_end
-        page, row_end = int(tree.parent[page]), int(tree.parent_end[page])
-    return path
+        page, row_end = parent[page], parent_end[page]
+    return pages, ends
 
 
-def _leading_of(tree: PageTree, path: list[tuple[int, int]], owners: tuple[int, ...]) -> int:
-    """How many pages from the beginning of a path on belong to ``owners``."""
-    found = tree.namespace[[page for page, _ in path]]
+def _leading_of(tree: PageTree, pages: list[int], owners: tuple[int, ...]) -> int:
+    """How many pages from the first one on belong to ``owners``."""
+    found = tree.namespace[pages]
     theirs = found == owners[0]
     for owner in owners[1:]:
         theirs |= found == owner
-    return len(path) if theirs.all() else int(theirs.argmin())
+    return len(pages) if theirs.all() else int(theirs.argmin())
 
 
-def _only_descendants(tree: PageTree, page: int, row_begin: int, count: int, rows: int) -> list[tuple[int, int, int]]:
-    """The ranges from ``(page, row_begin)`` to the right for as long as there is no choice, like ``_ancestors``."""
-    path: list[tuple[int, int, int]] = []
-    while True:
-        fill = int(tree.fill[page])
-        path.append((page, row_begin, fill))
-        rows -= fill - row_begin
-        child = int(tree.first_child[page])
-        only = child != NONE and tree.next_sibling[child] == NONE and tree.parent_end[child] == fill
-        if not only or tree.namespace[child] != tree.namespace[page] or len(path) == count or rows <= 0:
-            return path
-        page, row_begin = child, 0
+def _only_descendants(tree: PageTree, page: int, row_begin: int, count: int, rows: int) -> tuple[list[int], list[int]]:
+    """``page`` and what stands to its right for as long as there is no choice, up to which row each, like
+    ``_ancestors``."""
+    fill, namespace, parent_end = tree.fill.data, tree.namespace.data, tree.parent_end.data
+    first_child, next_sibling, owner = tree.first_child.data, tree.next_sibling.data, int(tree.namespace[page])
+    pages, ends = [page], [fill[page]]
+    rows -= fill[page] - row_begin
+    while rows > 0 and len(pages) < count:
+        child = first_child[page]
+        if child == NONE or next_sibling[child] != NONE or parent_end[child] != fill[page]:
+            break
+        if namespace[child] != owner or not fill[child]:
+            break
+        page = child
+        pages.append(page)
+        ends.append(fill[page])
+        rows -= fill[page]
+    return pages, ends
 
 
 def _best_child(tree: PageTree, prompt: np.ndarray, page: int, row_end: int, pure: bool) -> int:
@@ -309,17 +362,6 @@ def _best_child(tree: PageTree, prompt: np.ndarray, page: int, row_end: int, pur
         return NONE
     best = {child for child, rows in zip(candidates, matched.tolist(), strict=True) if rows == longest}
     return best.pop() if len(best) == 1 else next(child for child in _children(tree, page) if child in best)
-
-
-def _match(
-    tree: PageTree, prompt: np.ndarray, begin: int, path: list[tuple[int, int, int]], stop: int, pure: bool
-) -> int:
-    """How many leading rows of ``path`` agree with ``prompt[begin:stop]``."""
-    stored = gather(tree.tokens, path)[: stop - begin]
-    agree = stored == prompt[begin : begin + len(stored)]
-    if pure:
-        agree &= gather(tree.pure, path)[: len(stored)]
-    return len(stored) if agree.all() else int(agree.argmin())
 
 
 def join(left: list[Piece], right: list[Piece]) -> list[Piece]:

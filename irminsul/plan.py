@@ -13,7 +13,7 @@ import xxhash
 from jaxtyping import Int8, Int32, UInt64
 
 from irminsul import chunking, fingerprint, registry
-from irminsul.page_tree import PageTree, Piece, gather, join, walk_left, walk_right
+from irminsul.page_tree import PageTree, Piece, join, walk_left, walk_right
 from irminsul.policies import Policy, looked_for
 from irminsul.registry import Registry
 
@@ -302,8 +302,8 @@ def exact_prefix(
             row_end = int(hints.chain.row_end[bucket[candidate], slot])
             if tree.namespace[page] != namespace:
                 continue
-            pieces, at_root = walk_left(tree, tokens, end, page, row_end, owners)
-            if at_root and gather(tree.pure, [(p.page, p.row_begin, p.row_end) for p in pieces]).all():
+            pieces, at_root = walk_left(tree, tokens, end, page, row_end, owners, pure=True)
+            if at_root:
                 right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=True)
                 return _truncate(join(pieces, right), policy.exact_granularity)
     return []

@@ -101,14 +101,14 @@ def test_a_secret_that_is_kept_or_comes_back_is_found(churned):
     assert churned.ledger.knowing(churned.cache, bit) == 0
 
 
-def believing(tree, prompt, end, page, row_end, owners, *, floor=0):
+def believing(tree, prompt, end, page, row_end, owners, *, floor=0, pure=False):
     """``walk_left`` that takes whatever a hint leads to for the prompt."""
     spelled, position, at = prompt.copy(), end, (page, row_end)
     while position > floor and at[0] >= 0:
         count = min(at[1], position - floor)
         spelled[position - count : position] = tree.tokens[at[0], at[1] - count : at[1]]
         position, at = position - count, (int(tree.parent[at[0]]), int(tree.parent_end[at[0]]))
-    return walk_left(tree, spelled, end, page, row_end, owners, floor=floor)
+    return walk_left(tree, spelled, end, page, row_end, owners, floor=floor, pure=pure)
 
 
 @pytest.mark.parametrize("compared", [True, False])
