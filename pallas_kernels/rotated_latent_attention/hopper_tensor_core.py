@@ -81,31 +81,50 @@ def zero_rows(tile: Any, begin: Any, end: Any, interpret: bool) -> None:
         values = tile[...]
         row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
         tile[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
-    else:
-        lax.fori_loop(0, low, lambda row, _: _zero_row(tile, row), None)
-        lax.fori_loop(high, PAGE_ROWS, lambda row, _: _zero_row(tile, row), None)
+        return
+    at_once = _ZEROED_BYTES // (2 * tile.shape[-1])
+    count = low + PAGE_ROWS - high
+    lax.fori_loop(0, lax.div(count + at_once - 1, at_once), lambda step, _: _zero_some(tile, low, high, step), None)
 
 
-def _zero_row(tile, row):
-    """Each thread zeroes two values. Swizzling moves them within their row only, so it does not matter which."""
-    pairs = tile.shape[-1] // 2
+# 16 bytes a thread.
+_ZEROED_BYTES = 16 * mosaic.WARPGROUP_SIZE
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), plgpu.Layout.WG_SPLAT(())))
-    def zero(_, tiled, row):
+
+def _zero_some(tile, low, high, step):
+    """As many rows ahead of ``low`` and from ``high`` on as the threads zero at once, 8 values each.
+
+    Swizzling moves 8 values within their row only, so it does not matter which of them a thread takes.
+    """
+    width = tile.shape[-1]
+    splat = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), splat, splat, splat))
+    def zero(_, tiled, low, high, step):
         i32, bfloat16 = ir.IntegerType.get_signless(32), ir.BF16Type.get()
-        thread = arith.remui(mosaic.thread_idx(), mosaic.c(mosaic.WARPGROUP_SIZE, i32))
-        row = row.registers.item()
-        place = (
-            arith.divui(row, mosaic.c(8, i32)),
-            arith.divui(thread, mosaic.c(32, i32)),
-            arith.remui(row, mosaic.c(8, i32)),
-            arith.muli(arith.remui(thread, mosaic.c(32, i32)), mosaic.c(2, i32)),
-        )
-        zeros = vector.broadcast(ir.VectorType.get((2,), bfloat16), mosaic.c(0.0, bfloat16))
-        with mosaic.when(arith.cmpi(arith.CmpIPredicate.ult, thread, mosaic.c(pairs, i32))):
-            vector.store(zeros, tiled, [arith.index_cast(ir.IndexType.get(), index) for index in place])
 
-    zero(tile, row)
+        def constant(value):
+            return mosaic.c(value, i32)
+
+        low, high, step = (value.registers.item() for value in (low, high, step))
+        thread = arith.remui(mosaic.thread_idx(), constant(mosaic.WARPGROUP_SIZE))
+        threads_a_row = constant(width // 8)
+        rows = mosaic.WARPGROUP_SIZE * 8 // width
+        index = arith.addi(arith.muli(step, constant(rows)), arith.divui(thread, threads_a_row))
+        behind = arith.addi(high, arith.subi(index, low))
+        row = arith.select(arith.cmpi(arith.CmpIPredicate.slt, index, low), index, behind)
+        column = arith.muli(arith.remui(thread, threads_a_row), constant(8))
+        place = (
+            arith.divui(row, constant(8)),
+            arith.divui(column, constant(64)),
+            arith.remui(row, constant(8)),
+            arith.remui(column, constant(64)),
+        )
+        zeros = vector.broadcast(ir.VectorType.get((8,), bfloat16), mosaic.c(0.0, bfloat16))
+        with mosaic.when(arith.cmpi(arith.CmpIPredicate.slt, row, constant(PAGE_ROWS))):
+            vector.store(zeros, tiled, [arith.index_cast(ir.IndexType.get(), x) for x in place], alignment=16)
+
+    zero(tile, low, high, step)
 
 
 def reduce_rows(operation: str, x: Any, scratch: Any, interpret: bool) -> Any:
