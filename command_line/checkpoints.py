@@ -70,7 +70,7 @@ def memory_plan(name: str, *, dtype: str, row_dtype: str, memory_gib: float, tok
 
 def _list(arguments: list[str], values: flags.FlagValues) -> int:
     exactly(arguments, "")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in sorted({*models.presets(), *pretrained.names(), *subjects.SMOLLM2}):
         state = "weights here" if name in pretrained.names() else "shape only"
         if name in subjects.SMOLLM2:

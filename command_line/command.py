@@ -4,7 +4,7 @@ import dataclasses
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -88,7 +88,7 @@ def print_json(value: Any) -> None:
 Action = Callable[[list[str], flags.FlagValues], int]
 
 
-def take_action(arguments: Sequence[str], values: flags.FlagValues, actions: dict[str, Action]) -> int:
+def take_action(arguments: Sequence[str], values: flags.FlagValues, actions: Mapping[str, Action]) -> int:
     """Runs what the first argument names, with the arguments behind it.
 
     Raises:

@@ -1,7 +1,7 @@
 """``irminsul cache``: what a disk tier holds, whether it is whole, a copy of it, and forgetting."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from absl import flags
@@ -14,6 +14,7 @@ from irminsul.cache import CacheConfig
 from irminsul.cache_format import CacheFormat
 from irminsul.store import Store
 from irminsul.store_backend import StoreLockedError, StoreWriteError
+from pallas_kernels.page_table import Storage
 
 
 def _contents(url: str) -> Contents:
@@ -78,7 +79,7 @@ def _forget(arguments: list[str], values: flags.FlagValues) -> int:
     config = CacheConfig(
         num_pages=1,
         page_size=form.page_size,
-        storage=form.storage,
+        storage=cast(Storage, form.storage),
         dtype=form.dtype,
         dependence=bool(form.dependence),
     )

@@ -123,7 +123,11 @@ class ServingLoop:
     def _read(self) -> dict[str, dict[str, float]]:
         batcher = self._batcher
         running = sum(slot is not None for slot in batcher.slots)
-        levels = {"running": running, "queued": len(batcher.waiting), "prefilling": int(batcher.prefilling is not None)}
+        levels: dict[str, float] = {
+            "running": running,
+            "queued": len(batcher.waiting),
+            "prefilling": int(batcher.prefilling is not None),
+        }
         return {
             "counters": dict(batcher.counters.as_dict()),
             "cache": dict(usage(batcher.cache)),

@@ -105,7 +105,8 @@ def differences(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]
         if all(sides):
             stated = _stated(name, first, second)
             low, high, how = stated or _of_runs(*map(np.asarray, sides))
-            found.append(Difference("summary", name, *(float(np.mean(side)) for side in sides), low, high, how))
+            means = [float(np.mean(side)) for side in sides]
+            found.append(Difference("summary", name, means[0], means[1], low, high, how))
     if len(first) == len(second) == 1:
         found += _of_rows(first[0]["rows"], second[0]["rows"], np.random.default_rng(seed))
     return found
@@ -158,9 +159,10 @@ def _of_rows(first: list[dict[str, Any]], second: list[dict[str, Any]], rng: np.
             if not all(side.size for side in sides):
                 continue
             paired = len(one) == len(other) == sides[0].size == sides[1].size and _items(one) == _items(other)
-            low, high = _of_samples(*sides, paired, rng)
+            low, high = _of_samples(sides[0], sides[1], paired, rng)
             how = "pairs" if paired else "samples"
-            found.append(Difference(name, figure, *(float(side.mean()) for side in sides), low, high, how))
+            means = [float(side.mean()) for side in sides]
+            found.append(Difference(name, figure, means[0], means[1], low, high, how))
     return found
 
 
@@ -207,7 +209,9 @@ def _of_samples(first: np.ndarray, second: np.ndarray, paired: bool, rng: np.ran
     if min(first.size, second.size) < 2:
         return None, None
     change = second - first if paired else np.zeros(0)
-    student = _of_runs(np.zeros_like(change), change) if paired else _of_runs(first, second)
+    low, high, _ = _of_runs(np.zeros_like(change), change) if paired else _of_runs(first, second)
+    assert low is not None
+    assert high is not None
     if paired:
         means = change[rng.integers(change.size, size=(RESAMPLES, change.size))].mean(axis=1)
     else:
@@ -215,5 +219,5 @@ def _of_samples(first: np.ndarray, second: np.ndarray, paired: bool, rng: np.ran
             second[rng.integers(second.size, size=(RESAMPLES, second.size))].mean(axis=1)
             - first[rng.integers(first.size, size=(RESAMPLES, first.size))].mean(axis=1)
         )  # fmt: skip
-    low, high = np.quantile(means, (0.025, 0.975))
-    return min(float(low), student[0]), max(float(high), student[1])
+    ends = np.quantile(means, (0.025, 0.975))
+    return min(float(ends[0]), low), max(float(ends[1]), high)
