@@ -19,6 +19,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
+import aggregated
 import families
 import numpy as np
 import recurrent
@@ -37,7 +38,7 @@ def cases() -> dict[str, tuple[str, dict]]:
     found: dict[str, tuple[str, dict]] = {}
     for module in pkgutil.iter_modules(families.__path__):
         found |= importlib.import_module(f"families.{module.name}").CASES
-    return found | recurrent.CASES
+    return found | recurrent.CASES | aggregated.CASES
 
 
 def draw_weights(model: torch.nn.Module, draw: np.random.RandomState) -> None:
@@ -135,7 +136,8 @@ def main() -> int:
     chosen = {name: case for name, case in cases().items() if name.startswith(arguments.only)}
     failed = []
     for name, (architecture, fields) in chosen.items():
-        arrays = (recurrent if name in recurrent.CASES else sys.modules[__name__]).fixture(name, architecture, fields)
+        writer = next((own for own in (recurrent, aggregated) if name in own.CASES), sys.modules[__name__])
+        arrays = writer.fixture(name, architecture, fields)
         if arguments.check:
             failed += differences(name, arrays)
         else:
