@@ -39,6 +39,7 @@ from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
     TRANSFORMS,
     interpreted_product,
     interpreted_product_beside,
+    prefetch,
     tensor_core_product,
     tensor_core_product_beside,
     turned_by_right_angle,
@@ -56,7 +57,7 @@ class Options:
 
     ``order``: what ``right`` waits for before its softmax and which product it takes first: the weights of ``left``
     and their product, the maximum of ``left`` and then the same, or the maximum and its own product.
-    ``turn_beside``: queries turn while a product runs. ``prefetch``: pages of the pair after next are asked into the
+    ``turn_beside``: queries turn while a product runs. ``prefetch``: pages of the next pair are asked into the
     second-level cache. ``distances_ahead``: a pair's distances are read before its scores.
     ``in_registers``: the turned query stays in registers instead of a shared tile.
     """
@@ -319,12 +320,10 @@ def _body(
         _wait_for(published.at[side])
         return published_maximum(side)
 
-    def prefetch(pages, side):
+    def ask_for(page):
         if options.prefetch and not interpret:
-            for slot in range(2):
-                plgpu.async_prefetch(latent_ref.at[layer, pages[slot], :, sides[side]])
-                if slot != side:
-                    plgpu.async_prefetch(rope_ref.at[layer, pages[slot]])
+            prefetch(latent_ref.at[layer, page])
+            prefetch(rope_ref.at[layer, page])
 
     def product_while_turning(factors, start, pair, side, distances, turned):
         if not (rotate and options.turn_beside):
@@ -347,10 +346,10 @@ def _body(
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
         next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
-        after_next = [page_ref[request, following(pair, 2, slot)[0]] for slot in range(2)] if options.prefetch else []
         distances = distances_of(pair, 0) if options.distances_ahead else []
 
         score = scores(0, zero, limits[0], turned)
+        ask_for(next_page[0])
         new = jnp.maximum(maximum, score.max(axis=1))
         if options.order != "weights_first":
             exchange.at[0][...] = new
@@ -363,7 +362,6 @@ def _body(
             publish(0, new, narrow)
         elif options.order == "maximum_first":
             publish_weight(0, narrow)
-        prefetch(after_next, 0)
         clear_unseen(0, 0, limits[0])
         first = (narrow, latent.at[zero, 0], None)
         out, turned = product_while_turning([first], out * along(rescale, out), pair, 0, distances, turned)
@@ -391,10 +389,10 @@ def _body(
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
         next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
-        after_next = [page_ref[request, following(pair, 2, slot)[0]] for slot in range(2)] if options.prefetch else []
         distances = distances_of(pair, 1) if options.distances_ahead else []
 
         score = scores(1, zero, limits[1], turned)
+        ask_for(next_page[1])
         if not options.turn_beside:
             turned = turn_for_next(pair, 1, distances, turned)
         if options.order == "weights_first":
@@ -434,7 +432,6 @@ def _body(
                 see_first_page()
                 out = product([first], out * along(jnp.exp2(maximum - new), out))
                 pl.when(more)(refill_first)
-        prefetch(after_next, 1)
         clear_unseen(1, 1, limits[1])
         rescale = jnp.exp2((maximum if options.order == "own_first" else new) - newer)
         second = (weight, latent.at[1 + zero, 1], None)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.compat import arith, fragmented_array, ir, memref, mosaic, vector
+from pallas_kernels.compat import arith, fragmented_array, ir, llvm, memref, mosaic, vector
 from pallas_kernels.rotated_latent_attention.hopper_schedule import PAGE_ROWS, right_angle
 
 # Tiles as TMA writes them and the tensor core reads them: rows of 64 values, 16-byte columns exchanged within a row.
@@ -125,6 +125,30 @@ def _zero_some(tile, low, high, step):
             vector.store(zeros, tiled, [arith.index_cast(ir.IndexType.get(), x) for x in place], alignment=16)
 
     zero(tile, low, high, step)
+
+
+def prefetch(rows: Any) -> None:
+    """Asks contiguous rows in memory into the second-level cache, by loads of the threads: copies of tiles would wait
+    behind a prefetch of their own unit."""
+    lines = rows.shape[0] * rows.shape[1] * 2 // _LINE_BYTES
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def ask(_, rows):
+        i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        thread = arith.remui(mosaic.thread_idx(), mosaic.c(mosaic.WARPGROUP_SIZE, i32))
+        start = mosaic.memref_ptr(rows)
+        for first in range(0, lines, mosaic.WARPGROUP_SIZE):
+            line = arith.addi(thread, mosaic.c(first, i32))
+            line = arith.remui(line, mosaic.c(lines, i32))
+            address = mosaic.getelementptr(start, [arith.muli(line, mosaic.c(_LINE_BYTES, i32))], i8)
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [address], "prefetch.global.L2 [$0];", "l", has_side_effects=True
+            )
+
+    ask(rows)
+
+
+_LINE_BYTES = 128
 
 
 def reduce_rows(operation: str, x: Any, scratch: Any, interpret: bool) -> Any:
