@@ -71,6 +71,8 @@ def _run(config: ConfigDict, out: Path) -> dict[str, Any]:
     training = np.concatenate([source[: -config.heldout] for source in rows.values()])
     training = training[np.random.default_rng(config.seed).permutation(len(training))].reshape(-1)
     healing = Healing.of(base, converted, heal)
+    if config.start:
+        healing.begin = healed.load_changes(converted, Path(config.start))
     plan = _plan(config, healing, training, held[""], work / "plan.json", started)
     healing.heal = dataclasses.replace(
         heal, steps=plan["steps"], optimiser=dataclasses.replace(heal.optimiser, learning_rate=plan["learning_rate"])

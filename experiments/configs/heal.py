@@ -18,6 +18,7 @@ def get_config() -> ConfigDict:
             "passages": "",  # text that it is asked about; empty: the stream
             "separator": "<|endoftext|>",  # stands before every document
             "conversion": "",  # a folder with one; empty: calibrate and convert first
+            "start": "",  # a folder with healed weights of this conversion to go on from
             "method": "query_weighted",
             "rope_width": 64,
             "rank": 256,

@@ -121,13 +121,15 @@ class Healing:
     """A teacher and its student in the arithmetic of a run, and where the student starts.
 
     Fields:
-      start: the six tensors before healing, float32.
+      start: the six tensors before healing, float32, which changes are counted from.
+      begin: changes that a run begins with, of an earlier one; None for none.
     """
 
     teacher: Model
     student: Model
     heal: HealConfig
     start: dict[str, Array]
+    begin: dict[str, Array] | None = None
 
     @classmethod
     def of(cls, teacher: Model, student: Model, heal: HealConfig) -> "Healing":
@@ -143,8 +145,9 @@ class Healing:
         return cls(teacher, student, heal, start)
 
     def first_state(self) -> TrainState:
-        """Nothing changed yet."""
-        changes = {name: jnp.zeros_like(value) for name, value in self.start.items()}
+        """Nothing changed yet, or what the run begins with."""
+        begin = self.begin or {name: jnp.zeros_like(value) for name, value in self.start.items()}
+        changes = {name: jnp.array(value) for name, value in begin.items()}  # copies: a step gives its state away
         return TrainState(jnp.zeros((), jnp.int32), changes, make_step(self.heal.of_a_step())[1].init(changes))
 
     def step(self, state: TrainState, rate: float, tokens: Int[np.ndarray, "B T"]) -> tuple[TrainState, Any]:

@@ -89,20 +89,28 @@ def save(converted: Model, tensors: dict[str, Array], folder: Path, *, shard_byt
 
 
 def load(converted: Model, folder: Path) -> Model:
-    """The converted model with the differences of ``folder`` added.
+    """The converted model with the changes of ``folder`` added.
 
     Raises:
       FileNotFoundError: if there are none.
       ValueError: if they are of another model's shape.
     """
+    changes = load_changes(converted, folder)
+    before = tensors_of(converted, changes["w_uk"].shape[1])
+    after = changed({name: jnp.asarray(value, jnp.float32) for name, value in before.items()}, changes)
+    model = with_tensors(converted, {name: value.astype(before[name].dtype) for name, value in after.items()})
+    return families.model(model.family, model.config, jax.tree.map(jnp.asarray, model.params))
+
+
+def load_changes(converted: Model, folder: Path) -> dict[str, Array]:
+    """What ``save`` wrote, in units, float32; raises as ``load``."""
     stored: dict[str, Any] = {}
     for path in sorted(Path(folder).glob(FILES)):
         stored |= load_file(path)
     if not stored:
         raise FileNotFoundError(f"{folder} holds no {FILES}; heal the model first")
-    before_all = tensors_of(converted, len(stored["0.w_uk"]))
     found = {}
-    for name, before in before_all.items():
+    for name, before in tensors_of(converted, len(stored["0.w_uk"])).items():
         changes = []
         for layer in range(len(before)):
             rows = stored.get(f"{layer}.{name}")
@@ -112,6 +120,4 @@ def load(converted: Model, folder: Path) -> Model:
             flat = dequantise(rows.reshape(-1, rows.shape[-1]), stored[f"{layer}.{name}{SUFFIX}"])
             changes.append(flat.reshape(rows.shape))
         found[name] = jnp.asarray(np.stack(changes))
-    after = changed({name: jnp.asarray(value, jnp.float32) for name, value in before_all.items()}, found)
-    model = with_tensors(converted, {name: value.astype(before_all[name].dtype) for name, value in after.items()})
-    return families.model(model.family, model.config, jax.tree.map(jnp.asarray, model.params))
+    return found

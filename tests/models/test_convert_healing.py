@@ -95,7 +95,7 @@ def test_gradients_of_microbatches_are_those_of_the_whole(pair, state):
     assert np.abs(at_once.params["w_uk"] - state.params["w_uk"]).max() > 1e-2
 
 
-def test_int8_differences_come_back(pair, tensors, tmp_path):
+def test_int8_differences_come_back(pair, healing, tensors, tmp_path):
     _, student = pair
     after = healed.with_tensors(student, tensors)
     healed.save(student, tensors, tmp_path, shard_bytes=10_000)
@@ -105,6 +105,10 @@ def test_int8_differences_come_back(pair, tensors, tmp_path):
     expected, plain = logits(after, text(4, 61)), logits(student, text(4, 61))
     error = np.abs(logits(again, text(4, 61)) - expected).max()
     assert error < 0.05 * np.abs(plain - expected).max()
+    further = dataclasses.replace(healing, begin=healed.load_changes(student, tmp_path))
+    begun = further.tensors(further.first_state())
+    assert_close(begun["kv_down"], tensors["kv_down"], atol=1e-2)
+    assert np.abs(np.asarray(healing.start["kv_down"] - tensors["kv_down"])).max() > 5e-2
     with pytest.raises(FileNotFoundError, match="heal the model first"):
         healed.load(student, tmp_path / "none")
 
