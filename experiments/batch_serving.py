@@ -296,7 +296,8 @@ def compute(
 ) -> tuple[Float[Array, "B n V"], Int[Array, "B steps"], tuple[LatentPool, ...]]:
     """Computes the block of every prompt. Pools go in and come out one by one, since each belongs to a cache."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pools)
-    one = partial(_compute_one, model, steps=steps, storage=storage)
+    copies = jnp.max(jnp.sum(block.copy_target < stacked.latent_pages.shape[2], axis=1))
+    one = partial(_compute_one, model, copies=copies, steps=steps, storage=storage)
     logits, generated, after = jax.vmap(one)(stacked, block)
     if not keep_pool:
         return logits, generated, ()
@@ -304,8 +305,12 @@ def compute(
     return logits, generated, tuple(tree.unflatten([leaf[index] for leaf in leaves]) for index in range(len(pools)))
 
 
-def _compute_one(model: Any, pool: LatentPool, block: Block, *, steps: int, storage: Any):
-    pool = jax.tree.map(lambda leaf: leaf.at[:, block.copy_target].set(leaf[:, block.copy_source], mode="drop"), pool)
+def _compute_one(model: Any, pool: LatentPool, block: Block, *, copies: Int[Array, ""], steps: int, storage: Any):
+    def copy_one(index, pool):
+        target, source = block.copy_target[index], block.copy_source[index]
+        return jax.tree.map(lambda leaf: leaf.at[:, target].set(leaf[:, source], mode="drop"), pool)
+
+    pool = lax.fori_loop(0, copies, copy_one, pool)
     size = block.tokens.shape[0]
     latent = model.row_format.kind == "latent"
     table = PageTable(*block.table.T[:, None])
