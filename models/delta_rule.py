@@ -33,12 +33,12 @@ NEUMANN = 8
 class Chunks:
     """A sequence cut into chunks, as ``carry`` reads it; the leading axis runs over chunks.
 
-    ``key_in`` and ``query_in`` are decayed from the chunk's begin, ``key_out`` to its end; ``solve`` is
-    ``(I + A)^-1 beta``, ``scores`` the decayed ``q k`` on and below the diagonal, ``decay`` that of the whole chunk.
+    ``reads`` are its keys and below them its queries, decayed from the chunk's begin, ``key_out`` its keys decayed to
+    its end; ``solve`` is ``(I + A)^-1 beta``, ``scores`` the decayed ``q k`` on and below the diagonal, ``decay`` that
+    of the whole chunk.
     """
 
-    key_in: Float[Array, "N B H Q K"]
-    query_in: Float[Array, "N B H Q K"]
+    reads: Float[Array, "N B H QQ K"]
     key_out: Float[Array, "N B H Q K"]
     value: Float[Array, "N B H Q V"]
     solve: Float[Array, "N B H Q Q"]
@@ -71,19 +71,19 @@ def gated_delta_rule(
     per_channel = log_decay.ndim == 4
     log_decay = jnp.where(valid[None, :, None, None] if per_channel else valid[None, :, None], log_decay, 0.0)
     total = jnp.cumsum(_chunked(log_decay, size), axis=3)
-    query, key = (_chunked(_repeat_heads(array, heads), size) for array in (query, key))
+    query, key = _chunked(query, size), _chunked(key, size)
     beta = _chunked(beta, size)[..., None]
     if per_channel:
+        query, key = _repeat_heads(query, heads), _repeat_heads(key, heads)
         key_scores, scores = _channel_decayed(key, query, total)
     else:
         key_scores, scores = _token_decayed(key, query, total)
-        total = total[..., None]
+        query, key, total = _repeat_heads(query, heads), _repeat_heads(key, heads), total[..., None]
     position = jnp.arange(size)
     below = position[:, None] > position[None, :]
     inverse = unit_lower_inverse(jnp.where(below, beta * key_scores, 0.0), _precision(dtype))
     chunks = Chunks(
-        key_in=(key * jnp.exp(total)).astype(dtype),
-        query_in=(query * jnp.exp(total)).astype(dtype),
+        reads=jnp.concatenate([key * jnp.exp(total), query * jnp.exp(total)], axis=3).astype(dtype),
         key_out=(key * jnp.exp(total[..., -1:, :] - total)).astype(dtype),
         value=_chunked(value, size),
         solve=(inverse * jnp.swapaxes(beta, -1, -2)).astype(dtype),
@@ -101,8 +101,7 @@ def carry(chunks: Chunks, memory: Float[Array, "B H K V"]) -> tuple[Float[Array,
     precision = _precision(dtype)
 
     def step(memory: Array, chunk: Chunks) -> tuple[Array, Array]:
-        both = jnp.concatenate([chunk.key_in, chunk.query_in], axis=2)
-        read = _product("bhqk,bhkv->bhqv", both, memory.astype(dtype), precision)
+        read = _product("bhqk,bhkv->bhqv", chunk.reads, memory.astype(dtype), precision)
         surprise = (chunk.value.astype(jnp.float32) - read[:, :, :size]).astype(dtype)
         write = _product("bhqr,bhrv->bhqv", chunk.solve, surprise, precision).astype(dtype)
         out = read[:, :, size:] + _product("bhqr,bhrv->bhqv", chunk.scores, write, precision)
@@ -161,12 +160,14 @@ def _small_product(a: Float[Array, "*batch W W"], b: Float[Array, "*batch W W"])
     return jnp.sum(a[..., :, :, None] * b[..., None, :, :], axis=-2)
 
 
-def _token_decayed(key: Array, query: Array, total: Float[Array, "N B H Q"]) -> tuple[Array, Array]:
+def _token_decayed(
+    key: Float[Array, "N B J Q K"], query: Float[Array, "N B J Q K"], total: Float[Array, "N B H Q"]
+) -> tuple[Array, Array]:
     """``k_i k_j`` and ``q_i k_j``, decayed from ``j`` to ``i``; what lies above the diagonal means nothing."""
+    heads, size = total.shape[2], key.shape[3]
     decay = jnp.exp(jnp.minimum(total[..., :, None] - total[..., None, :], 0.0))
     both = jnp.concatenate([key, query], axis=3)
-    products = _product("nbhik,nbhjk->nbhij", both, key, _precision(key.dtype))
-    size = key.shape[3]
+    products = _repeat_heads(_product("nbhik,nbhjk->nbhij", both, key, _precision(key.dtype)), heads)
     return products[..., :size, :] * decay, products[..., size:, :] * decay
 
 
@@ -201,7 +202,8 @@ def _chunked(array: Array, size: int) -> Array:
     return jnp.transpose(array, (1, 0, 3, 2, *range(4, array.ndim)))
 
 
-def _repeat_heads(array: Float[Array, "B M J K"], heads: int) -> Float[Array, "B M H K"]:
+def _repeat_heads(array: Float[Array, "N B J Q K"], heads: int) -> Float[Array, "N B H Q K"]:
+    """One of each key head for every value head it serves."""
     return array if array.shape[2] == heads else jnp.repeat(array, heads // array.shape[2], axis=2)
 
 

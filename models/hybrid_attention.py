@@ -49,12 +49,14 @@ def attend(
     size = tile_size(rows)
     precision: Any = jax.lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
     position = start + jnp.arange(tokens)
+    # Ahead of the loop, so that no product has to turn its scores: those are the largest array by far.
+    query = jnp.transpose(query, (0, 2, 3, 1, 4))
     width = jax.eval_shape(tile, start)[1].shape[-1]
 
     def step(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, out = carry
         key, value = tile(index * size)
-        scores = jnp.einsum("bmjgk,bnjk->bjgmn", query, key, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("bjgmk,bnjk->bjgmn", query, key, precision=precision, preferred_element_type=jnp.float32)
         visible = position[:, None] >= (index * size + jnp.arange(size))[None, :]
         scores = jnp.where(visible, scores * scale, -jnp.inf)
         # Every token sees its first row, in the first tile, so the maximum is finite from there on.
