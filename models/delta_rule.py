@@ -176,21 +176,26 @@ def _channel_decayed(key: Array, query: Array, total: Float[Array, "N B H Q K"])
     of the later one, so that both factors are at most 1, and within a sub-chunk it is formed pair by pair."""
     size, width = key.shape[3], key.shape[4]
     sub = min(SUB_CHUNK, size)
-    parts, dtype = size // sub, key.dtype
-    both = jnp.stack([key, query], axis=3)
-    both_parts = both.reshape(*both.shape[:4], parts, sub, width)
-    total_parts = total.reshape(*total.shape[:3], parts, sub, width)
+    parts = size // sub
+    key_parts, query_parts, total_parts = (
+        array.reshape(*array.shape[:3], parts, sub, width) for array in (key, query, total)
+    )
     split = total_parts[..., :1, :]
-    left = (both_parts * jnp.exp(total_parts - split)[:, :, :, None]).astype(dtype)
-    right = (key[:, :, :, None] * jnp.exp(jnp.minimum(split - total[:, :, :, None], 0.0))).astype(dtype)
-    far = _product("nbhcpik,nbhpjk->nbhcpij", left, right, _precision(dtype)).reshape(*both.shape[:4], size, size)
+    early = jnp.exp(total_parts - split)
+    left = jnp.concatenate([key_parts * early, query_parts * early], axis=-2).astype(key.dtype)
+    right = (key[:, :, :, None] * jnp.exp(jnp.minimum(split - total[:, :, :, None], 0.0))).astype(key.dtype)
+    far = _product("nbhpik,nbhpjk->nbhpij", left, right, _precision(key.dtype))
     decay = jnp.exp(jnp.minimum(total_parts[..., :, None, :] - total_parts[..., None, :, :], 0.0))
-    key_parts = key.reshape(*total_parts.shape).astype(jnp.float32)
-    near = jnp.sum(both_parts[..., :, None, :] * (key_parts[..., None, :, :] * decay)[:, :, :, None], axis=-1)
-    near = jnp.broadcast_to(near[..., None, :], (*near.shape[:-1], parts, sub)).reshape(far.shape)
+    pairs = key_parts.astype(jnp.float32)[..., None, :, :] * decay
     part = jnp.arange(size) // sub
-    products = jnp.where(part[:, None] == part[None, :], near, far)
-    return products[:, :, :, 0], products[:, :, :, 1]
+
+    def joined(own: Array, far: Array) -> Array:
+        # Two sums over the same pairs: a compiler that fuses both forms each pair once.
+        near = jnp.sum(own[..., None, :] * pairs, axis=-1)
+        near = jnp.broadcast_to(near[..., None, :], (*near.shape[:-1], parts, sub)).reshape(*near.shape[:3], size, size)
+        return jnp.where(part[:, None] == part[None, :], near, far.reshape(near.shape))
+
+    return joined(key_parts, far[..., :sub, :]), joined(query_parts, far[..., sub:, :])
 
 
 def _chunked(array: Array, size: int) -> Array:
