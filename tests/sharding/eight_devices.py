@@ -1,0 +1,151 @@
+"""Runs in a process of its own, which sees eight devices: writes what one device and a mesh compute as JSON."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType
+
+from irminsul.blocks import cost_model
+from irminsul.cache import CacheConfig, new_cache
+from irminsul.compute import run_prefill
+from irminsul.engine import Engine
+from irminsul.prefill import admit, pack_batch
+from models import checkpoint, families, sharded_checkpoint, sharding
+from models.kv_view import DenseView
+
+VOCABULARY = 64
+LATENT = {
+    "model_type": "deepseek_v2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "intermediate_size": 20,
+    "max_position_embeddings": 512,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 12,
+}
+GROUPED = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "intermediate_size": 20,
+    "max_position_embeddings": 512,
+}
+CASES = {
+    "latent": (LATENT, {"expert": 2, "tensor": 2, "sequence": 2}),
+    "grouped": (GROUPED, {"tensor": 2, "sequence": 4}),
+}
+CACHE = CacheConfig(num_pages=32, page_size=16, max_prompt_tokens=192, max_new_tokens=4)
+
+
+def mesh_of(shape):
+    return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def prompts():
+    draw = np.random.default_rng(0)
+    first = draw.integers(0, VOCABULARY, 149)
+    return first, np.concatenate([draw.integers(0, VOCABULARY, 23), first[20:]])
+
+
+def uncached(model):
+    tokens = jnp.asarray(prompts()[0][:37], jnp.int32)
+    positions = jnp.arange(37, dtype=jnp.int32)
+    forward = jax.jit(lambda model: model.unembed(model.forward(tokens, positions, DenseView(positions))[0]))
+    return np.asarray(forward(model))
+
+
+def cached(model):
+    engine = Engine.create(model, CACHE, mode="deterministic")
+    served = [engine.serve(prompt, max_new_tokens=3) for prompt in prompts()]
+    return np.stack([np.concatenate([one.logits[None], one.step_logits]) for one in served]), [
+        one.bins["shifted"] for one in served
+    ]
+
+
+def largest_gather(model):
+    """Bytes of the largest all-gather of the compiled prefill, of a page of the pool's largest array, of one device's
+    pool, and of what is aliased."""
+    cache = new_cache(CACHE, model.row_format)
+    admission = admit(model, cache, prompts()[0], "irminsul", mode="deterministic")
+    compiled = run_prefill.lower(
+        model, admission.cache.pool, pack_batch(admission.cache, admission.placement, admission.request),
+        blocks=admission.blocks, cost=cost_model(model), storage="base", keep_hidden=False,
+    ).compile()  # fmt: skip
+    sizes = [
+        int(np.prod([int(length) for length in shape.split(",") if length], dtype=np.int64)) * 4
+        for shape in re.findall(r"= f32\[([\d,]*)\][^ ]* all-gather", compiled.as_text())
+    ]
+    pool = admission.cache.pool
+    local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(pool))
+    page = max(leaf.nbytes // CACHE.num_pages for leaf in jax.tree.leaves(pool))
+    return max(sizes, default=0), page, local, compiled.memory_analysis().alias_size_in_bytes
+
+
+def loaded(model, mesh, folder):
+    """Whether a published checkpoint read part by part, and one of orbax restored on another mesh, are the model."""
+    checkpoint.save_safetensors(model, folder / "published")
+    checkpoint.save(model, folder / "own")
+    other = mesh_of({"tensor": 4}) if "expert" in mesh.shape else mesh_of({"tensor": 2})
+    read = sharded_checkpoint.load_sharded(folder / "published", mesh, jnp.float32, digest="revision")
+    back = sharded_checkpoint.restore_sharded(folder / "own", other, jnp.float32, digest="revision")
+    placed = sharding.shard(model, mesh)
+    same = [
+        all(
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(model.params), jax.tree.leaves(one.params), strict=True)
+        )
+        for one in (read, back)
+    ]
+    where = all(
+        a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        for a, b in zip(jax.tree.leaves(read.params), jax.tree.leaves(placed.params), strict=True)
+    )
+    return {"read": same[0], "restored": same[1], "placed": where}
+
+
+def main():
+    results = {}
+    for name, (config, shape) in CASES.items():
+        model, mesh = families.random_model(config, seed=1), mesh_of(shape)
+        one, (one_cached, shifted) = uncached(model), cached(model)
+        with jax.set_mesh(mesh):
+            split = sharding.shard(model, mesh)
+            many, (many_cached, shifted_on_mesh) = uncached(split), cached(split)
+            gathered, page, pool, aliased = largest_gather(split)
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = {
+                "uncached": float(np.max(np.abs(one - many))),
+                "cached": float(np.max(np.abs(one_cached - many_cached))),
+                "shifted": [shifted, shifted_on_mesh],
+                "gathered_pages": gathered / page / shape["sequence"],
+                "pool": pool,
+                "aliased": aliased,
+                **loaded(model, mesh, Path(folder)),
+            }
+    Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""One device against eight: the same logits, no page of the pool on the move, checkpoints read part by part."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models.device_plan import device_plan
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sharding") / "results.json"
+    subprocess.run([sys.executable, Path(__file__).parent / "eight_devices.py", path], check=True, timeout=600)
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("case", ["latent", "grouped"])
+class TestEightDevices:
+    def test_logits_equal_one_device(self, results, case):
+        assert results[case]["uncached"] < 1e-5
+        assert results[case]["cached"] < 1e-5
+
+    def test_cache_hits_alike(self, results, case):
+        one, mesh = results[case]["shifted"]
+        assert one == mesh
+        assert one[0] == 0
+        assert one[1] > 0
+
+    def test_no_more_than_a_page_is_gathered_and_the_pool_stays_in_place(self, results, case):
+        assert 0 < results[case]["gathered_pages"] <= 1
+        assert results[case]["aliased"] >= results[case]["pool"]
+
+    def test_checkpoints_are_read_into_parts(self, results, case):
+        assert results[case]["read"]
+        assert results[case]["restored"]
+        assert results[case]["placed"]
+
+
+class TestDevicePlan:
+    def test_deepseek_v3_on_128_devices(self):
+        plan = device_plan("deepseek-v3", {"expert": 32, "tensor": 4}, memory_bytes=141 * 10**9)
+        assert plan.parameters == 671_026_419_200
+        experts = 58 * 256 * 3 * 7168 * 2048 * 2
+        assert experts / 128 < plan.parameter_bytes_per_device < experts / 128 * 1.15
+        assert plan.row_bytes == 61 * 576 * 2
+        assert plan.cache_tokens == (int(0.9 * 141e9) - plan.parameter_bytes_per_device) // plan.row_bytes
+
+    def test_pages_over_devices_hold_more_tokens_and_send_more_bytes(self):
+        one = device_plan("deepseek-v2-lite", {"sequence": 1}, memory_bytes=141 * 10**9)
+        four = device_plan("deepseek-v2-lite", {"sequence": 4}, memory_bytes=141 * 10**9)
+        assert four.cache_tokens == 4 * one.cache_tokens
+        assert one.collective_bytes_per_token["pages"] == 0 < four.collective_bytes_per_token["pages"]
+
+    def test_what_does_not_divide_is_named(self):
+        with pytest.raises(ValueError, match="tensor=3"):
+            device_plan("deepseek-v3", {"tensor": 3}, memory_bytes=1)
+        with pytest.raises(ValueError, match="'pipeline' is unknown"):
+            device_plan("deepseek-v3", {"pipeline": 2}, memory_bytes=1)
+        assert device_plan("deepseek-v3", {"tensor": 2}, memory_bytes=1).cache_tokens == 0
