@@ -21,7 +21,7 @@ SCENARIOS: tuple[Scenario, ...] = ("miss", "exact", "shifted", "half")
 
 # Dense models whose tokens pass as many parameters as DeepSeek-V2-Lite's, beside its depth and width.
 GROUPED = {
-    "model_type": "llama", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
+    "model_type": "llama", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 11008,
     "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
     "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
 }  # fmt: skip

@@ -48,9 +48,11 @@ class PagedView:
       implementation: of the attention op, None for the fastest.
       selection: rows each query attends to, where the model chooses them (``indexed_view.py``); None for all in view.
       packed, planned: the table as kernels read it, where they do (``shared_layout.py``); the same in every layer.
-      dependence: the share of attention beyond each of ``dependence.DISTANCES``, the largest over heads and the layers
-        so far; None if it is not measured.
+      dependence: the share of attention beyond each of ``dependence.DISTANCES``, of the layers so far
+        (``dependence.py``); None if it is not measured.
     """
+
+    serves = True  # nobody takes a derivative through it, so models may run kernels that have none
 
     pool: LatentPool
     page_table: PageTable
@@ -240,7 +242,8 @@ class PagedView:
     def _with_reach(self, pool: LatentPool, reach: Float[Array, "M K"] | None) -> "PagedView":
         if self.dependence is None or reach is None:
             return dataclasses.replace(self, pool=pool)
-        return dataclasses.replace(self, pool=pool, dependence=jnp.maximum(self.dependence, reach))
+        layers = pool.latent_pages.shape[0]
+        return dataclasses.replace(self, pool=pool, dependence=self.dependence + reach / layers)
 
     def _stored_key(self, key: Float[Array, "M *heads R"], rotary: RotaryTable) -> Float[Array, "M *heads R"]:
         return rotate(key, self.write_position, rotary) if self.storage == "base" else key

@@ -22,6 +22,8 @@ from models.families import Family, Parameter, RowFormat, Tensor
 from models.published import head_bias, linear, verbatim
 from models.rotary import RopeParameters, attention_amplitude, layer_table, rope_parameters
 from models.rotary import table as table_of_rotations
+from pallas_kernels.experts_swiglu.api import swiglu_of_layer, takes_kernel
+from pallas_kernels.mesh_axes import TENSOR, split_axes
 from pallas_kernels.rotary import RotaryTable, rotate
 
 
@@ -194,14 +196,20 @@ def decoder_layer(
     config: GQAConfig,
     rotary: RotaryTable,
     positions: Int[Array, " M"],
+    stacked: dict[str, Any] | None = None,
 ) -> tuple[Float[Array, "M D"], Any]:
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
+
+    ``stacked`` holds the feed-forward of all layers where ``params`` lacks that of this one.
+    """
     x = layers.rms_norm(hidden, params["input_norm"], config.rms_norm_eps)
     out, kv = attention(params["attention"], config, rotary, positions, layer, x, kv)
     hidden = hidden + out
     x = layers.rms_norm(hidden, params["post_norm"], config.rms_norm_eps)
-    feed = params["mlp"]
-    return hidden + layers.swiglu(x, feed["gate"], feed["up"], feed["down"]), kv
+    matrices = [(params["mlp"] if stacked is None else stacked)[name] for name in ("gate", "up", "down")]
+    if stacked is None:
+        return hidden + layers.swiglu(x, *matrices), kv
+    return hidden + swiglu_of_layer(x, *matrices, layer, valid=positions >= 0), kv
 
 
 def forward(
@@ -234,7 +242,19 @@ def hidden_states(
 def _run(params, rotary, config, tokens, positions, kv, *, collect):
     hidden = layers.embedding(tokens, params["embed"])
     layer = partial(decoder_layer, config=config, rotary=rotary, positions=positions)
-    return layers.scan_layers(layer, params["layers"], 0, hidden, kv, collect=collect)
+    scanned = params["layers"]
+    if _keeps_feed_forward_whole(scanned["mlp"], hidden.dtype, kv):
+        layer = partial(layer, stacked=scanned["mlp"])
+        scanned = {name: leaf for name, leaf in scanned.items() if name != "mlp"}
+    return layers.scan_layers(layer, scanned, 0, hidden, kv, collect=collect)
+
+
+def _keeps_feed_forward_whole(feed: dict[str, Any], dtype: Any, kv: Any) -> bool:
+    """Whether a kernel reads one layer's feed-forward where it is: cut out for a product it would be copied.
+
+    The kernel has no derivative and no batching rule, so this is for views that only serve.
+    """
+    return getattr(kv, "serves", False) and not split_axes(TENSOR) and takes_kernel(dtype, feed["gate"][:, None])
 
 
 def unembed(params: dict[str, Any], config: GQAConfig, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:

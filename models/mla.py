@@ -167,7 +167,8 @@ def decoder_layer(
     x = layers.rms_norm(hidden, params["post_norm"], config.rms_norm_eps)
     feed = params["mlp"]
     if experts:
-        out = mixture(x, feed, config, stacked=stacked, layer=layer - first if stacked else None, valid=positions >= 0)
+        where = {"stacked": stacked, "layer": layer - first} if stacked else {"implementation": "xla"}
+        out = mixture(x, feed, config, valid=positions >= 0, **where)
     else:
         out = layers.swiglu(x, feed["gate"], feed["up"], feed["down"])
     return hidden + scaled(out, config.residual_scale), kv
@@ -248,8 +249,8 @@ def _run(params, rotary, config, tokens, positions, kv, *, collect=False):
                 indexers=params.get("indexer"),
             )
             scanned = params[stack]
-            if stack == "moe" and keeps_experts_whole(scanned, hidden.dtype):
-                scanned, experts = without_experts(scanned)
+            if stack == "moe" and keeps_experts_whole(scanned, hidden.dtype, kv):
+                scanned, experts = without_experts(scanned, hidden.dtype)
                 layer = partial(layer, first=first, stacked=experts)
             hidden, kv, outputs = layers.scan_layers(layer, scanned, first, hidden, kv, collect=collect)
             collected.append(outputs)

@@ -1,5 +1,6 @@
 """Mixtures of experts as DeepSeek routes them: arXiv 2405.04434 section 2.2 (V2), 2412.19437 section 2.1.2 (V3)."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,8 +10,11 @@ from jaxtyping import Array, Bool, Float, Int
 from models.config import MLAConfig
 from models.layers import swiglu
 from models.sharded_experts import experts_on_mesh
-from pallas_kernels.experts_swiglu.api import experts_swiglu, takes_kernel
+from pallas_kernels.experts_swiglu.api import Implementation, experts_swiglu, swiglu_of_layer, takes_kernel
 from pallas_kernels.mesh_axes import EXPERT, TENSOR, split_axes
+from pallas_kernels.rotated_latent_attention.api import hopper_available
+
+COUNTED_EXPERTS = 128
 
 
 def route(
@@ -30,17 +34,33 @@ def route(
         assert bias is not None
         choice = scores + jnp.broadcast_to(bias, scores.shape)
         choice = jnp.where(_in_kept_groups(choice, config, ranked_by=2), choice, -jnp.inf)
-        experts = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+        experts = largest(choice, config.num_experts_per_tok)
     else:
         choice = scores
         if config.topk_method != "greedy":
             ranked_by = 2 if config.topk_method == "group_limited_top2" else 1
             choice = jnp.where(_in_kept_groups(choice, config, ranked_by=ranked_by), choice, 0.0)
-        experts = jax.lax.top_k(choice, config.num_experts_per_tok)[1]
+        experts = largest(choice, config.num_experts_per_tok)
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_topk_prob:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return experts, weights * config.routed_scaling_factor
+
+
+def largest(choice: Float[Array, "M E"], count: int) -> Int[Array, "M K"]:
+    """Indices of the ``count`` largest of each row, largest first and the first of equals, as ``lax.top_k``.
+
+    On a GPU ``top_k`` sorts each row; counting what is larger than each is one pass, and picking by rank another.
+    """
+    experts = choice.shape[1]
+    if not hopper_available() or experts > COUNTED_EXPERTS:
+        return jax.lax.top_k(choice, count)[1]
+    index = jnp.arange(experts, dtype=jnp.int32)
+    mine, other = choice[:, :, None], choice[:, None, :]
+    ahead = (other > mine) | ((other == mine) & (index[None, None, :] < index[None, :, None]))
+    rank = jnp.sum(ahead, axis=2, dtype=jnp.int32)
+    picked = jnp.where(rank[:, None, :] == jnp.arange(count)[None, :, None], index[None, None], 0)
+    return jnp.minimum(jnp.sum(picked, axis=2, dtype=jnp.int32), experts - 1)
 
 
 def _float32_logits(x: Float[Array, "M D"], router: Float[Array, "D E"]) -> Float[Array, "M E"]:
@@ -64,18 +84,22 @@ def _in_kept_groups(choice: Float[Array, "M E"], config: MLAConfig, *, ranked_by
 EXPERT_MATRICES = ("gate", "up", "down")
 
 
-def keeps_experts_whole(stack: dict[str, Any], dtype: jax.typing.DTypeLike) -> bool:
+def keeps_experts_whole(stack: dict[str, Any], dtype: jax.typing.DTypeLike, kv: Any) -> bool:
     """Whether a stack of MoE layers should hand the experts of all its layers to ``mixture`` at once.
 
-    A kernel reads one layer's experts where they are; cut out for it they would be copied. XLA takes them cut out.
+    A kernel reads one layer's experts where they are; cut out for it they would be copied. XLA takes them cut out, and
+    is what runs behind any view but one that only serves: the kernel has no derivative and no batching rule.
     """
-    return takes_kernel(dtype, stack["mlp"]["gate"])
+    return getattr(kv, "serves", False) and takes_kernel(dtype, stack["mlp"]["gate"])
 
 
-def without_experts(stack: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A stack of MoE layers without the matrices of its routed experts, and those."""
+def without_experts(stack: dict[str, Any], dtype: jax.typing.DTypeLike) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A stack of MoE layers without the matrices of its routed experts, and those; shared experts go along where the
+    kernel takes them, too."""
     feed = stack["mlp"]
     experts = {name: feed[name] for name in EXPERT_MATRICES}
+    if "shared" in feed and not split_axes(EXPERT, TENSOR) and takes_kernel(dtype, feed["shared"]["gate"][:, None]):
+        experts["shared"] = feed["shared"]
     rest = {name: leaf for name, leaf in feed.items() if name not in experts}
     return {**stack, "mlp": rest}, experts
 
@@ -88,14 +112,16 @@ def mixture(
     stacked: dict[str, Any] | None = None,
     layer: Int[Array, ""] | None = None,
     valid: Bool[Array, " M"] | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "M D"]:
     """The feed-forward of a MoE layer: routed experts plus shared ones.
 
     Args:
       x: hidden states.
-      params: of the layer; without its routed experts if those are in ``stacked``.
-      stacked: matrices of the routed experts of all layers, of which this is number ``layer``.
+      params: of the layer, without what is in ``stacked``.
+      stacked: matrices of the experts of all layers (``without_experts``), of which this is number ``layer``.
       valid: tokens that are not padding; what comes out for the others means nothing.
+      implementation: of the routed experts; see ``experts_swiglu``.
     """
     experts, weights = route(x, params["router"], params.get("router_bias"), config)
     unused = experts >= (config.n_routed_experts or 0)  # experts that return their input
@@ -103,11 +129,16 @@ def mixture(
         kept = jnp.sum(jnp.where(unused, weights, 0.0), axis=-1)
         experts, weights = jnp.where(unused, 0, experts), jnp.where(unused, 0.0, weights)
     matrices = [(params if stacked is None else stacked)[name] for name in EXPERT_MATRICES]
-    compute = experts_on_mesh if split_axes(EXPERT, TENSOR) else experts_swiglu
+    compute = experts_on_mesh if split_axes(EXPERT, TENSOR) else partial(experts_swiglu, implementation=implementation)
     routed = compute(x, experts, weights, *matrices, layer=layer, valid=valid)
     if config.zero_expert_num:
         routed = routed + (x.astype(jnp.float32) * kept[:, None]).astype(x.dtype)
     if not config.n_shared_experts:
         return routed
+    if stacked is not None and "shared" in stacked:
+        shared = [stacked["shared"][name] for name in EXPERT_MATRICES]
+        assert layer is not None
+        assert valid is not None
+        return routed + swiglu_of_layer(x, *shared, layer, valid=valid)
     shared = params["shared"]
     return routed + swiglu(x, shared["gate"], shared["up"], shared["down"])

@@ -72,3 +72,18 @@ def takes_kernel(dtype: jax.typing.DTypeLike, gate: Array, implementation: Imple
     if reason is not None and implementation is not None:
         raise NotImplementedError(f"experts_swiglu: the Hopper kernel cannot take {reason}; use implementation='xla'")
     return reason is None
+
+
+def swiglu_of_layer(
+    x: Float[Array, "M D"],
+    gate: Float[Array, "L D F"],
+    up: Float[Array, "L D F"],
+    down: Float[Array, "L F D"],
+    layer: Int[Array, ""],
+    *,
+    valid: Bool[Array, " M"],
+) -> Float[Array, "M D"]:
+    """The gated feed-forward of one layer among all, on a Hopper GPU (``hopper.swiglu``), which leaves out padding."""
+    from pallas_kernels.experts_swiglu import hopper
+
+    return hopper.swiglu(x, gate, up, down, layer, valid=valid)

@@ -53,6 +53,38 @@ def experts_swiglu(
     return jnp.einsum("MKD,MK->MD", chosen.astype(jnp.float32), weights).astype(x.dtype)
 
 
+def swiglu(
+    x: Float[Array, "M D"],
+    gate: Float[Array, "L D F"],
+    up: Float[Array, "L D F"],
+    down: Float[Array, "L F D"],
+    layer: Int[Array, ""],
+    *,
+    valid: Bool[Array, " M"],
+    interpret: bool = False,
+) -> Float[Array, "M D"]:
+    """``(silu(x W_gate) * x W_up) W_down`` of one layer's one expert, without laying anything out.
+
+    Tiles behind the last of the ``valid`` tokens are left out; the rows of tokens that are not valid are 0.
+
+    Raises:
+      NotImplementedError: for widths or dtypes the kernel does not take.
+    """
+    gate, up, down = (matrix[:, None] for matrix in (gate, up, down))
+    reason = unsupported(x.dtype, gate)
+    if reason is not None:
+        raise NotImplementedError(f"swiglu: the Hopper kernel cannot take {reason}; use layers.swiglu")
+    count = x.shape[0]
+    rows = SUBTILE_ROWS if count <= 2 * SUBTILE_ROWS else 2 * SUBTILE_ROWS
+    x = jnp.pad(x, ((0, -count % rows), (0, 0)))
+    order = jnp.arange(x.shape[0], dtype=jnp.int32)
+    last = jnp.max(jnp.where(valid, order[:count] + 1, 0), initial=0)
+    expert = jnp.zeros(x.shape[0] // rows, jnp.int32)
+    tiles = Tiles(order, order[:count, None], expert, -(-last // rows), rows)
+    multiply = partial(_multiply, tiles, layer, interpret=interpret)
+    return jnp.where(valid[:, None], multiply(multiply(x, (gate, up)), (down,))[:count], 0)
+
+
 class Tiles(NamedTuple):
     """Tokens laid out by expert: the token of each row (0 where a tile is filled up), the row of each token's choices,
     the expert of each tile, and how many tiles there are. ``rows`` of a tile."""

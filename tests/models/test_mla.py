@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import mla
+from models import mla, moe
 from models.families import random_model
 from models.kv_view import DenseView
 from models.moe import experts_swiglu, route
@@ -106,6 +106,15 @@ def test_experts_against_a_loop_with_experts_that_nobody_chose():
             inner = inner / (1 + np.exp(-inner)) * (x[token] @ up[expert])
             expected[token] += weight * (inner @ down[expert])
     assert_close(jax.jit(experts_swiglu)(x, experts, weights, gate, up, down), expected)
+
+
+def test_counting_finds_what_sorting_does(monkeypatch):
+    """Ties go to the first, rows of minus infinity included."""
+    monkeypatch.setattr(moe, "hopper_available", lambda: True)
+    scores = np.random.default_rng(8).integers(0, 5, (41, 13)).astype(np.float32)
+    scores[:, 3:9] = -np.inf
+    for count in (1, 7):
+        assert np.array_equal(moe.largest(jnp.asarray(scores), count), jax.lax.top_k(scores, count)[1])
 
 
 @pytest.mark.parametrize("fields", [V2, V3])
