@@ -16,7 +16,8 @@ STYLE = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
 main { max-width: 68rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; line-height: 1.3; margin: 0 0 1rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; } h3 { margin: 1.8rem 0 .6rem; }
+h1 { font-size: 1.5rem; line-height: 1.3; margin: 0 0 1rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
+h3 { margin: 1.8rem 0 .6rem; }
 a { color: var(--accent); }
 code, pre { font: .88em/1.5 ui-monospace, monospace; background: var(--card); border-radius: 4px; }
 code { padding: .1em .3em; } pre { padding: .8rem; overflow-x: auto; } pre code { padding: 0; }
