@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models.convert import healed
 from models.families import Model
@@ -56,9 +56,9 @@ class HealConfig:
 
 def divergences(
     teacher: Model, student: Model, tokens: Int[Array, "B T"], fused: bool
-) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]:
-    """Nats at each token: the original's divergence from the student, and the surprise of both at the next token (0 at
-    the last)."""
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"], Bool[Array, "B T"]]:
+    """At each token: the original's divergence from the student in nats, the surprise of both at the next token (0 at
+    the last), and whether their likeliest next tokens agree."""
 
     def one(sequence):
         positions = jnp.arange(sequence.shape[0], dtype=jnp.int32)
@@ -73,7 +73,8 @@ def divergences(
             jnp.pad(-jnp.take_along_axis(log[:-1], sequence[1:, None], axis=-1)[:, 0], (0, 1))
             for log in (log_teacher, log_student)
         )
-        return divergence, *surprises
+        agree = jnp.argmax(log_teacher, axis=-1) == jnp.argmax(log_student, axis=-1)
+        return divergence, *surprises, agree
 
     return jax.vmap(one)(tokens)
 
@@ -95,7 +96,7 @@ def make_step(heal: HealConfig) -> tuple[Callable[..., Any], optax.GradientTrans
 
     def loss(changes, start, teacher, student, tokens):
         narrow = jax.tree.map(lambda leaf: leaf.astype(heal.dtype), healed.changed(start, changes))
-        divergence, _, _ = divergences(teacher, healed.with_tensors(student, narrow), tokens, heal.fused)
+        divergence, *_ = divergences(teacher, healed.with_tensors(student, narrow), tokens, heal.fused)
         return jnp.mean(divergence)
 
     def step(state, start, rate, teacher, student, tokens):
@@ -219,7 +220,8 @@ _divergences = jax.jit(divergences, static_argnames="fused")
 
 
 def measure(teacher: Model, student: Model, tokens: Int[np.ndarray, "B T"], fused: bool, size: int) -> dict[str, float]:
-    """Mean divergence and the ratio of perplexities over sequences, ``size`` of them at a time."""
+    """Mean divergence, the ratio of perplexities and the share of tokens whose likeliest successors agree, over
+    sequences, ``size`` of them at a time."""
     teacher, student = (
         dataclasses.replace(teacher, digest=""),
         dataclasses.replace(student, digest=""),
@@ -228,10 +230,11 @@ def measure(teacher: Model, student: Model, tokens: Int[np.ndarray, "B T"], fuse
     parts = [
         run(teacher, student, jnp.asarray(tokens[at : at + size], jnp.int32)) for at in range(0, len(tokens), size)
     ]
-    divergence, before, after = (np.concatenate([np.asarray(part[i]) for part in parts]) for i in range(3))
+    divergence, before, after, agree = (np.concatenate([np.asarray(part[i]) for part in parts]) for i in range(4))
     return {
         "kl": float(divergence.mean()),
         "perplexity_ratio": float(np.exp((after[:, :-1] - before[:, :-1]).mean())),
+        "agreement": float(agree.mean()),
     }
 
 

@@ -58,7 +58,13 @@ def test_the_divergence_falls_also_on_text_not_trained_on(pair, tensors, rows):
     held = text(6, 4, 29)
     before, now = (heal.measure(teacher, model, held, False, 2)["kl"] for model in (student, after))
     assert now < 0.75 * before
-    assert heal.measure(teacher, teacher, held, False, 2) == {"kl": 0.0, "perplexity_ratio": 1.0}
+    assert heal.measure(teacher, teacher, held, False, 2) == {
+        "kl": 0.0,
+        "perplexity_ratio": 1.0,
+        "agreement": 1.0,
+    }
+    agreements = [heal.measure(teacher, model, held, False, 2)["agreement"] for model in (student, after)]
+    assert agreements[0] < agreements[1] < 1
 
 
 def test_only_the_six_tensors_move_and_heads_of_a_group_go_on_sharing(pair, tensors):
