@@ -186,8 +186,9 @@ def _chosen(params, config, table, x, low_rank, index, far, starts):
     return jnp.zeros_like(far).at[jnp.arange(tokens)[:, None], best].set(True)
 
 
-def init(config: AggregatedConfig, seed: int = 0) -> dict[str, Any]:
-    """Random float32 parameters of unit gain, residual branches damped by depth; biases and sinks are not 0."""
+def init(config: AggregatedConfig, seed: int = 0, bias: float = 1.0) -> dict[str, Any]:
+    """Random float32 parameters of unit gain, residual branches damped by depth; ``bias`` is the deviation of what the
+    places of a window add to gates."""
     draw = np.random.default_rng(seed)
     depth = len(config.kinds)
     z, d, q = config.hidden_size, config.head_dim, config.q_lora_rank
@@ -204,8 +205,8 @@ def init(config: AggregatedConfig, seed: int = 0) -> dict[str, Any]:
             "q_down": product(z, q), "q_norm": jnp.ones(q), "q": product(q, heads * d),
             "row": product(z, d), "row_norm": jnp.ones(d),
             "content": product(z, series * d), "gate": product(z, series * d),
-            "bias": jnp.asarray(draw.standard_normal((stride, series * d)), jnp.float32), "entry_norm": jnp.ones(d),
-            "sinks": jnp.zeros(heads),
+            "bias": jnp.asarray(bias * draw.standard_normal((stride, series * d)), jnp.float32),
+            "entry_norm": jnp.ones(d), "sinks": jnp.zeros(heads),
             "out_group": product(groups, heads * d // groups, config.o_lora_rank),
             "out": product(groups * config.o_lora_rank, z, gain=damped),
             "feed": {
@@ -216,7 +217,7 @@ def init(config: AggregatedConfig, seed: int = 0) -> dict[str, Any]:
         if kind == "sparse":
             params |= {
                 "index_content": product(z, 2 * index), "index_gate": product(z, 2 * index),
-                "index_bias": jnp.asarray(draw.standard_normal((stride, 2 * index)), jnp.float32),
+                "index_bias": jnp.asarray(bias * draw.standard_normal((stride, 2 * index)), jnp.float32),
                 "index_norm": jnp.ones(index), "index_query": product(q, config.index_n_heads * index),
                 "index_weights": product(z, config.index_n_heads),
             }  # fmt: skip
