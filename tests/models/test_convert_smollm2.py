@@ -11,7 +11,7 @@ import pytest
 
 import models
 from experiments.chat import conversation
-from models import pretrained, smollm2
+from models import convert, pretrained, smollm2
 from models.kv_view import DenseView
 from models.text_stream import TextStream
 
@@ -42,29 +42,48 @@ def test_text_comes_in_whole_characters():
 @pytest.fixture(scope="module")
 def loaded():
     try:
-        return smollm2.load(jnp.float32), models.load(smollm2.MLA_NAME, jnp.float32), smollm2.load_tokenizer()
+        base, tokenizer = smollm2.load(jnp.float32), smollm2.load_tokenizer()
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
+    return base, models.load(smollm2.MLA_NAME, jnp.float32), tokenizer
 
 
 @jax.jit
-def surprise(model, tokens):
+def surprise_and_divergence(model, base, tokens):
+    """Nats of surprise a token, and of the base's divergence from the model."""
     positions = jnp.arange(len(tokens))
-    logits = model.unembed(model.forward(tokens, positions, DenseView(positions))[0])
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits[:-1]), tokens[1:, None], axis=-1))
+    ours, theirs = (
+        jax.nn.log_softmax(each.unembed(each.forward(tokens, positions, DenseView(positions))[0]))
+        for each in (model, base)
+    )
+    surprise = -jnp.mean(jnp.take_along_axis(ours[:-1], tokens[1:, None], axis=-1))
+    return surprise, jnp.mean(jnp.sum(jnp.exp(theirs) * (theirs - ours), axis=-1))
 
 
-def test_the_converted_model_predicts_text_nearly_as_well(loaded):
-    base, converted, tokenizer = loaded
+def test_the_healed_model_predicts_text_as_well_and_far_nearer_than_the_plain_conversion(loaded):
+    base, healed, tokenizer = loaded
     with lzma.open(HELD_OUT, "rt", encoding="utf-8") as lines:
         text = max((json.loads(line)["text"] for line in lines), key=len)
     tokens = jnp.asarray(tokenizer.encode(text[:4000])[:512])
-    expected = float(surprise(base, tokens))
-    assert float(surprise(converted, tokens)) < expected + 0.1
-    table = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), converted.rotary)  # another layer's frequencies
-    assert float(surprise(dataclasses.replace(converted, rotary=table), tokens)) > expected + 0.5
-    row = converted.row_format
+    base, healed = (dataclasses.replace(model, digest="") for model in (base, healed))
+    plain = dataclasses.replace(convert.apply(loaded[0], convert.load(smollm2.DELTA)), digest="")
+    turned = jax.tree.map(lambda rows: jnp.roll(rows, 1, axis=0), healed.rotary)  # another layer's frequencies
+    (expected, _), (after, kl), (_, kl_plain), (wrong, _) = (
+        [float(value) for value in surprise_and_divergence(model, base, tokens)]
+        for model in (base, healed, plain, dataclasses.replace(healed, rotary=turned))
+    )
+    assert after < expected + 0.03
+    assert kl < 0.4 * kl_plain
+    assert wrong > expected + 0.15
+    row = healed.row_format
     assert (row.kind, row.latent_width, row.rope_width, row.num_layers) == ("latent", 256, 64, 30)
+
+
+def test_the_delta_is_as_small_as_it_says():
+    sizes = [path.stat().st_size for path in smollm2.DELTA.glob("*.safetensors")]
+    assert len(sizes) == 4
+    assert max(sizes) < 15e6
+    assert sum(sizes) < 37e6  # 5 MB of conversion, the rest healing
 
 
 def test_a_chat_streams_and_its_second_turn_comes_from_the_cache(loaded):
