@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from models import families
+from models import families, mistral_params
 from models.families import Architecture, Model, Tensor
 from models.row_int8 import with_row_scales
 from models.safetensors_reader import CheckpointError, Stored, read_folder
@@ -24,7 +24,8 @@ PRETRAINED = Path(__file__).parent / "pretrained"
 
 
 def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
-    """A model from a folder with ``config.json`` and safetensors, or a checkpoint that comes with the project.
+    """A model from a folder with ``config.json`` (or Mistral's ``params.json``) and safetensors, or a checkpoint that
+    comes with the project.
 
     Args:
       name_or_path: a folder, the name of one in ``models/pretrained``, or "smollm2-135m" and "smollm2-135m-mla", the
@@ -42,15 +43,18 @@ def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
 
         return smollm2.load(dtype) if str(name_or_path) == smollm2.NAME else smollm2.load_mla(dtype)
     folder = Path(name_or_path)
-    if not (folder / "config.json").exists():
+    if not (folder / "config.json").exists() and not (folder / "params.json").exists():
         folder = PRETRAINED / str(name_or_path)
-    if not (folder / "config.json").exists():
+    if not (folder / "config.json").exists() and not (folder / "params.json").exists():
         names = sorted(path.parent.name for path in PRETRAINED.glob("*/config.json"))
         raise FileNotFoundError(
             f"{str(name_or_path)!r} is neither a folder with config.json nor a checkpoint of this project "
             f"({', '.join(names) or 'none yet'})"
         )
-    fields = json.loads((folder / "config.json").read_text())
+    if (folder / "config.json").exists():
+        fields = json.loads((folder / "config.json").read_text())
+    else:
+        fields = mistral_params.config_of(json.loads((folder / "params.json").read_text()))
     family, config = families.read_config(fields)
     block = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     tensors = with_row_scales(read_folder(folder, tuple(block)))

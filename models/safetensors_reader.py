@@ -48,7 +48,8 @@ def stored_array(array: np.ndarray) -> Stored:
 
 
 def read_folder(folder: Path, block: tuple[int, int] = (128, 128)) -> dict[str, Stored]:
-    """Every tensor of ``model.safetensors``, or of the shards of ``model.safetensors.index.json``, by name.
+    """Every tensor of ``model.safetensors``, or of the shards of ``model.safetensors.index.json``, by name; Mistral calls
+    the files ``consolidated``.
 
     Args:
       folder: where the files are.
@@ -57,9 +58,10 @@ def read_folder(folder: Path, block: tuple[int, int] = (128, 128)) -> dict[str, 
     Raises:
       CheckpointError: for a missing, truncated or unreadable file, or FP8 weights without fitting scales.
     """
-    index = folder / "model.safetensors.index.json"
+    stem = "consolidated" if list(folder.glob("consolidated*.safetensors*")) else "model"
+    index = folder / f"{stem}.safetensors.index.json"
     if not index.exists():
-        return with_scales_applied(read_file(folder / "model.safetensors"), block)
+        return with_scales_applied(read_file(folder / f"{stem}.safetensors"), block)
     try:
         places: dict[str, str] = json.loads(index.read_text())["weight_map"]
     except (ValueError, KeyError) as error:
