@@ -48,8 +48,8 @@ def stored_array(array: np.ndarray) -> Stored:
 
 
 def read_folder(folder: Path, block: tuple[int, int] = (128, 128)) -> dict[str, Stored]:
-    """Every tensor of ``model.safetensors``, or of the shards of ``model.safetensors.index.json``, by name; Mistral calls
-    the files ``consolidated``.
+    """Every tensor of ``model.safetensors``, or of the shards of ``model.safetensors.index.json``, by name; where there
+    is neither, of Mistral's ``consolidated.safetensors`` or its shards.
 
     Args:
       folder: where the files are.
@@ -58,7 +58,8 @@ def read_folder(folder: Path, block: tuple[int, int] = (128, 128)) -> dict[str, 
     Raises:
       CheckpointError: for a missing, truncated or unreadable file, or FP8 weights without fitting scales.
     """
-    stem = "consolidated" if list(folder.glob("consolidated*.safetensors*")) else "model"
+    found = {name.name.split(".")[0].split("-")[0] for name in folder.glob("*.safetensors*")}
+    stem = "consolidated" if "consolidated" in found and "model" not in found else "model"
     index = folder / f"{stem}.safetensors.index.json"
     if not index.exists():
         return with_scales_applied(read_file(folder / f"{stem}.safetensors"), block)
