@@ -22,6 +22,7 @@ from jaxtyping import Float, Int32
 
 from irminsul.fingerprint import fingerprint, key_bytes
 from irminsul.policies import Policy, get_policy
+from irminsul.sampling import Sampling, check_sampling, sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +32,13 @@ class SnapshotConfig:
     Fields:
       block: tokens between snapshots, which is also the block that prompts are computed in.
       max_prompt_tokens: longest prompt.
+      max_new_tokens: longest answer.
       capacity_bytes: of snapshots and rows kept; the block used longest ago goes first, the deepest of a path ahead.
     """
 
     block: int = 512
     max_prompt_tokens: int = 65536
+    max_new_tokens: int = 0
     capacity_bytes: int = 8 * 2**30
 
     def __post_init__(self):
@@ -43,8 +46,10 @@ class SnapshotConfig:
             raise ValueError(
                 f"block={self.block} must be at least 1 and at most max_prompt_tokens={self.max_prompt_tokens}"
             )
-        if self.capacity_bytes < 0:
-            raise ValueError(f"capacity_bytes={self.capacity_bytes} must not be negative")
+        if self.capacity_bytes < 0 or self.max_new_tokens < 0:
+            raise ValueError(
+                f"capacity_bytes={self.capacity_bytes} and max_new_tokens={self.max_new_tokens} must not be negative"
+            )
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,10 +71,12 @@ class Node:
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotResponse:
-    """Logits after the prompt's last token, and how many tokens were served from the cache and how many computed."""
+    """Logits after the prompt's last token, how many of its tokens were served from the cache and how many computed,
+    and the answer."""
 
     logits: Float[np.ndarray, " V"]
     bins: dict[str, int]
+    tokens: list[int]
 
 
 class SnapshotCache:
@@ -89,13 +96,32 @@ class SnapshotCache:
         self.nbytes = 0
         self.evicted = 0
 
-    def serve(self, tokens: np.ndarray, *, namespace: str = "default", adapter: str = "") -> SnapshotResponse:
+    def serve(
+        self,
+        tokens: np.ndarray,
+        *,
+        namespace: str = "default",
+        adapter: str = "",
+        max_new_tokens: int = 0,
+        stop_tokens: tuple[int, ...] = (),
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> SnapshotResponse:
         """Serves one prompt and keeps a snapshot behind each of its whole blocks, if the policy keeps anything.
 
+        Arguments are those of ``Engine.serve``.
+
         Raises:
-          ValueError: for a prompt that is empty, too long or holds an id that is none of the model's. The cache is then
-            unchanged.
+          ValueError: for a prompt that is empty, too long or holds an id that is none of the model's, an answer longer
+            than the cache has room for, or a sampling parameter out of range. The cache is then unchanged.
         """
+        check_sampling(temperature, top_p, seed)
+        if not 0 <= max_new_tokens <= self.config.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens} is outside 0..max_new_tokens={self.config.max_new_tokens}"
+            )
+        sampling = Sampling(*jax.device_put((np.float32([temperature]), np.float32([top_p]), np.int32([seed]))))
         tokens = self._checked(tokens)
         self.clock += 1
         key = key_bytes("snapshots", namespace, self.model.digest, adapter, self.config.block)
@@ -116,7 +142,8 @@ class SnapshotCache:
                 self._attach(node.parent, node, key)
             self._evict()
         served = len(path) * block
-        return SnapshotResponse(np.asarray(logits[0]), {"exact": served, "computed": len(tokens) - served})
+        answer = self._generate(logits, state, sampling, max_new_tokens, stop_tokens)
+        return SnapshotResponse(np.asarray(logits[0]), {"exact": served, "computed": len(tokens) - served}, answer)
 
     def forget(self, text: np.ndarray, *, namespace: str | None = None) -> int:
         """Removes every block that holds a token of ``text`` and all behind it; returns how many tokens went.
@@ -159,6 +186,19 @@ class SnapshotCache:
             )
         return tokens.astype(np.int32)
 
+    def _generate(
+        self, logits: Any, state: Any, sampling: Sampling, count: int, stop_tokens: tuple[int, ...]
+    ) -> list[int]:
+        """Up to ``count`` tokens, each through the recurrent layers once; no snapshot is kept of an answer."""
+        tokens: list[int] = []
+        while len(tokens) < count:
+            if tokens:
+                logits, state = self.model.prefill(np.asarray([tokens[-1:]], np.int32), state, block=1)
+            tokens.append(int(_sample(logits, sampling, np.asarray([state.length], np.int32))[0]))
+            if tokens[-1] in stop_tokens:
+                break
+        return tokens
+
     def _path(self, root: Node, key: bytes, tokens: Int32[np.ndarray, " T"]) -> list[Node]:
         """The stored blocks the prompt begins with. Its last token is always computed: somebody has to give logits."""
         path, node, block = [], root, self.config.block
@@ -177,7 +217,7 @@ class SnapshotCache:
     def _restored(self, path: list[Node]) -> Any:
         """The state behind the blocks of a path."""
         block = self.config.block
-        room = -(-self.config.max_prompt_tokens // block) * block
+        room = -(-self.config.max_prompt_tokens // block) * block + self.config.max_new_tokens
         state = self.model.empty_state(1, room)
         if not path:
             return state
@@ -220,6 +260,9 @@ class SnapshotCache:
             if not children[mark]:
                 del children[mark]
         return sum(len(below.tokens) for below in gone)
+
+
+_sample = jax.jit(sample)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -13,7 +13,7 @@ from irminsul.policies import get_policy
 from irminsul.snapshots import SnapshotCache, SnapshotConfig
 from tests.models.tiny_recurrent import GATED_DELTA, MAMBA2, tiny_model
 
-CONFIG = SnapshotConfig(block=16, max_prompt_tokens=127)
+CONFIG = SnapshotConfig(block=16, max_prompt_tokens=127, max_new_tokens=7)
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,25 @@ def test_forget_leaves_nothing_that_has_seen_the_text(model):
     np.testing.assert_array_equal(response.logits, never.serve(told).logits)
     with pytest.raises(ValueError, match="text is empty"):
         cache.forget(secret[:0])
+
+
+def test_an_answer_behind_a_hit_is_that_of_a_cold_run_and_of_the_whole_sequence(model):
+    cold, warm = (SnapshotCache(model, CONFIG, name) for name in ("full", "prefix"))
+    text = prompt(3, 37, model)
+    warm.serve(text)
+    answers = [cache.serve(text, max_new_tokens=5) for cache in (cold, warm)]
+    assert [answer.bins["exact"] for answer in answers] == [0, 32]
+    assert answers[0].tokens == answers[1].tokens
+    whole = list(text)
+    for token in answers[0].tokens:  # teacher forcing, in blocks
+        logits = cold.serve(np.asarray(whole)).logits
+        assert logits.max() - logits[token] < 1e-4
+        whole.append(token)
+    assert warm.serve(text, max_new_tokens=5, stop_tokens=(answers[0].tokens[1],)).tokens == answers[0].tokens[:2]
+    drawn = [warm.serve(text, max_new_tokens=5, temperature=2.0, seed=seed).tokens for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(ValueError, match=r"max_new_tokens=8 is outside 0\.\.max_new_tokens=7"):
+        warm.serve(text, max_new_tokens=8)
 
 
 def test_bad_prompts_change_nothing(model):
