@@ -121,7 +121,8 @@ class SnapshotCache:
             raise ValueError(
                 f"max_new_tokens={max_new_tokens} is outside 0..max_new_tokens={self.config.max_new_tokens}"
             )
-        sampling = Sampling(*jax.device_put((np.float32([temperature]), np.float32([top_p]), np.int32([seed]))))
+        chosen = ((temperature, np.float32), (top_p, np.float32), (seed, np.int32))
+        sampling = Sampling(*(jax.device_put(np.asarray([value], kind)) for value, kind in chosen))
         tokens = self._checked(tokens)
         self.clock += 1
         key = key_bytes("snapshots", namespace, self.model.digest, adapter, self.config.block)
