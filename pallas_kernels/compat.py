@@ -11,9 +11,9 @@ import jax
 from jax.experimental.mosaic.gpu import fragmented_array, profiler
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, memref, vector
 
-__all__ = ["arith", "fragmented_array", "ir", "kernel_microseconds", "llvm", "memref", "mosaic", "vector"]
+__all__ = ["arith", "fragmented_array", "ir", "kernel_microseconds", "memref", "mosaic", "vector"]
 
 
 def kernel_microseconds(compiled: jax.stages.Compiled, *args: Any) -> tuple[Any, dict[str, float]]:

@@ -164,11 +164,12 @@ def attend_packed(
 
     def _reach(mass, lse, place):
         nearest = jnp.max(jnp.where(place == NEVER, -1, place).reshape(-1, GROUP_ROWS), axis=1)
-        nearest = jnp.where(nearest < 0, NEVER, nearest)[None, :, None]
-        reached = position[None, None, :]
+        nearest = jnp.where(nearest < 0, NEVER, nearest)[:, None]
         weight = jnp.exp(mass - jnp.where(lse == -jnp.inf, 0.0, lse)[:, None, :])
-        shares = [jnp.sum(jnp.where(nearest <= reached - far, weight, 0.0), axis=1) for far in distances]
-        return jnp.stack(shares, axis=-1)
+        weight = jnp.where((nearest <= position[None, :])[None], weight, 0.0)
+        reached = position[:, None] - jnp.asarray(distances, jnp.int32)[None, :]
+        beyond = (nearest[..., None] <= reached[None]).astype(jnp.float32)
+        return jnp.einsum("HGM,GMK->HMK", weight, beyond, precision=lax.Precision.HIGHEST)
 
     if chunks == 1:
         out, lse = attend(0)

@@ -28,7 +28,7 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     make_schedule,
 )
 from pallas_kernels.rotated_latent_attention.hopper_splits import tuned_splits
-from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, merge, pack, tile_queries, unpack
+from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, pack, tile_queries, unpack
 
 
 @struct.dataclass
@@ -57,8 +57,7 @@ def rotated_latent_attention(
     splits: int | None = None,
     rotate: bool = True,
     interpret: bool = False,
-    options: hopper_rows.Options = hopper_rows.DEFAULTS,
-    merge_in_kernel: bool = True,
+    options: hopper_rows.Options | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``; ``splits`` as for ``plan``, the rest as for ``attend``.
 
@@ -78,7 +77,6 @@ def rotated_latent_attention(
         rotate=rotate,
         interpret=interpret,
         options=options,
-        merge_in_kernel=merge_in_kernel,
     )
 
 
@@ -165,6 +163,13 @@ def plan(
     return Plan(tiles, schedule, in_columns, rotary.interleaved)
 
 
+def tuned_options(tiles: Tiles) -> hopper_rows.Options:
+    """What was fastest on an H200 (``docs/log.md``): where tiles are of one token, and of several."""
+    if tiles.in_order:
+        return hopper_rows.Options("weights_first")
+    return hopper_rows.Options("maximum_first", turn_beside=True)
+
+
 def attend(
     planned: Plan,
     q_latent: Float[Array, "M H C"],
@@ -176,14 +181,14 @@ def attend(
     scale: float,
     rotate: bool = True,
     interpret: bool = False,
-    options: hopper_rows.Options = hopper_rows.DEFAULTS,
-    merge_in_kernel: bool = True,
+    options: hopper_rows.Options | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Attention as planned.
 
     Args:
       rotate: False compiles rotation out and takes keys as they are stored, to measure what rotation costs.
       interpret: runs in the interpreter of Pallas, which needs no GPU, with its race detector.
+      options: of the kernel in rows; None takes the tuned ones.
     """
     out, lse, _ = _attend_tiles(
         planned,
@@ -197,12 +202,12 @@ def attend(
         interpret=interpret,
         options=options,
     )
-    return _untiled(planned.tiles, out, lse, q_latent, interpret, merge_in_kernel)
+    return _untiled(planned.tiles, out, lse, q_latent, interpret)
 
 
 def _attend_tiles(
     planned, q_latent, q_rope, latent_pages, rope_pages, layer, *, scale, interpret, rotate=True, masses=False,
-    options=hopper_rows.DEFAULTS,
+    options=None,
 ):  # fmt: skip
     """Results of splits, in tiles: ``[P, W, Q, C]``, ``[P, W, Q]``, and masses if they are asked for."""
     tiles, mass = planned.tiles, None
@@ -218,18 +223,17 @@ def _attend_tiles(
     if planned.in_columns:
         out, lse = hopper_columns.attend_tiles(*operands, **settings)
     else:
+        options = tuned_options(tiles) if options is None else options
         out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
     return out, lse, mass
 
 
-def _untiled(tiles, out, lse, q_latent, interpret, merge_in_kernel=True):
+def _untiled(tiles, out, lse, q_latent, interpret):
     """Of every token and head, splits merged: ``[M, H, C]`` and ``[M, H]``."""
     tokens, heads, _ = q_latent.shape
-    if out.shape[0] > 1 and merge_in_kernel:
+    if out.shape[0] > 1:
         return hopper_merge.merge_splits(out, lse, tiles.place, heads=heads, dtype=q_latent.dtype, interpret=interpret)
-    out, lse = (out[0], lse[0]) if out.shape[0] == 1 else merge(out, lse)
-    out = unpack(tiles, out.astype(q_latent.dtype), tokens, 0.0)
-    return out, unpack(tiles, lse[..., None], tokens, -jnp.inf)[..., 0]
+    return unpack(tiles, out[0], tokens, 0.0), unpack(tiles, lse[0][..., None], tokens, -jnp.inf)[..., 0]
 
 
 def _require_supported(q_latent, latent_pages, rope_pages, storage):

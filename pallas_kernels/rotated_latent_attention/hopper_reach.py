@@ -6,6 +6,7 @@ distance are sums of them.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention_reach import Distances
@@ -30,13 +31,17 @@ def reach_of_masses(
     begin, end, origin = (field[..., None] for field in (schedule.begin, schedule.end, schedule.origin))
     used = (begin < first + GROUP_ROWS) & (end > first)
     nearest = jnp.where(used, origin + jnp.minimum(first + GROUP_ROWS, end) - 1, jnp.iinfo(jnp.int32).max)
-    farther = nearest[tiles.request][..., None] <= tiles.position[:, None, None, :] - min(distances)
-    weight = jnp.exp(jnp.where(farther, mass - jnp.where(lse == -jnp.inf, 0.0, lse)[:, None, None, :], -jnp.inf))
-    shares = [
-        jnp.sum(
-            jnp.where(nearest[tiles.request][..., None] <= tiles.position[:, None, None, :] - distance, weight, 0.0),
-            axis=(1, 2),
-        )
-        for distance in distances
-    ]
-    return jnp.stack(shares, axis=-1)
+    nearest = nearest.reshape(nearest.shape[0], -1)[tiles.request]
+    # Rows of a tile are tokens times heads, and heads of a token lie at one distance: one product a token.
+    count, tokens = tiles.token.shape
+    position = tiles.position.reshape(count, tokens, -1)[..., 0]
+    reached = position[:, None, :, None] - jnp.asarray(distances, jnp.int32)[None, None, None]
+    beyond = nearest[..., None, None] <= reached
+    total = jnp.where(lse == -jnp.inf, 0.0, lse)[:, None]
+    mass = mass.reshape(count, -1, mass.shape[-1]) - total
+    seen = (nearest[..., None] <= position[:, None]).repeat(mass.shape[-1] // tokens, axis=-1)
+    weight = jnp.exp(jnp.where(seen, mass, -jnp.inf)).reshape(count, mass.shape[1], tokens, -1)
+    shares = jnp.einsum(
+        "WETH,WETK->WTHK", weight, beyond.astype(jnp.float32), precision=lax.Precision.HIGHEST,
+    )  # fmt: skip
+    return shares.reshape(count, -1, len(distances))

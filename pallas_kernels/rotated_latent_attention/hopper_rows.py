@@ -39,7 +39,6 @@ from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
     TRANSFORMS,
     interpreted_product,
     interpreted_product_beside,
-    prefetch,
     tensor_core_product,
     tensor_core_product_beside,
     turned_by_right_angle,
@@ -55,21 +54,16 @@ GROUP_ROWS = 16
 class Options:
     """How the kernel spends its time; results agree within rounding.
 
-    ``order``: what ``right`` waits for before its softmax and which product it takes first: the weights of ``left``
-    and their product, the maximum of ``left`` and then the same, or the maximum and its own product.
-    ``turn_beside``: queries turn while a product runs. ``prefetch``: pages of the next pair are asked into the
-    second-level cache. ``distances_ahead``: a pair's distances are read before its scores.
-    ``in_registers``: the turned query stays in registers instead of a shared tile.
+    ``order``: what ``right`` waits for before its softmax, weights of ``left`` or only its maximum. ``turn_beside``:
+    queries turn while a product runs. ``shared``: two neighbouring tiles that read the same pages form a cluster, in
+    which each copies half of every page to both.
     """
 
-    order: Literal["weights_first", "maximum_first", "own_first"] = "weights_first"
+    order: Literal["weights_first", "maximum_first"] = "weights_first"
     turn_beside: bool = False
-    prefetch: bool = False
-    distances_ahead: bool = False
-    in_registers: bool = False
+    shared: bool = False
 
 
-DEFAULTS = Options()
 _FIELDS = ("request", "position", "first", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
 
 
@@ -86,7 +80,7 @@ def attend_tiles(
     rotate: bool,
     interpret: bool,
     masses: bool = False,
-    options: Options = DEFAULTS,
+    options: Options,
 ) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"], Float[Array, "W S 4 64"] | None]:
     """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several.
 
@@ -95,7 +89,11 @@ def attend_tiles(
     """
     tiles, _, width = q_latent.shape
     splits, half = schedule.bounds.shape[1] - 1, width // 2
+    members = 2 if options.shared else 1
+    if options.shared:
+        schedule = schedule.replace(bounds=bounds_of_neighbours(schedule.bounds))
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
+    released = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=4)
     kernel = plgpu.kernel(
         partial(
             _body,
@@ -113,25 +111,28 @@ def attend_tiles(
                 (tiles, schedule.page.shape[1], PAGE_ROWS // GROUP_ROWS, TILE_ROWS) if masses else (1,), jnp.float32
             ),
         ),
-        grid=(tiles, splits),
+        grid=(tiles // members, splits),
         grid_names=("tile", "split"),
+        cluster=(members,),
+        cluster_names=("member",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types={
             "query": tile((2, TILE_ROWS, half)),
-            "query_rope": tile((1 if options.in_registers else 2, TILE_ROWS, ROPE_WIDTH)),
+            "query_rope": tile((TILE_ROWS, ROPE_WIDTH)),
             "latent": tile((2, 2, PAGE_ROWS, half)),
             "rope": tile((2, PAGE_ROWS, ROPE_WIDTH)),
             # Two running maxima, two sums of weights.
             "exchange": plgpu.SMEM((4, TILE_ROWS), jnp.float32),
             "factors": plgpu.SMEM((2, 2 * ROPE_WIDTH), jnp.float32),
-            "query_loaded": plgpu.Barrier(num_arrivals=3 if options.in_registers else 2 if rotate else 4),
+            "query_loaded": plgpu.Barrier(num_arrivals=3),
             "factors_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=4),
             "rope_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "bounded": plgpu.Barrier(num_arrivals=1),
             "published": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "summed": plgpu.Barrier(num_arrivals=2),
+            **({"released": released} if options.shared else {}),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -149,9 +150,10 @@ def _body(
     request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
     factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
     *, scale, interleaved, rotate, interpret, masses, options, query, query_rope, latent, rope, exchange, factors,
-    query_loaded, factors_loaded, latent_loaded, rope_loaded, bounded, published, summed,
+    query_loaded, factors_loaded, latent_loaded, rope_loaded, bounded, published, summed, released=None,
 ):  # fmt: skip
-    tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
+    split, me = lax.axis_index("split"), lax.axis_index("warpgroup")
+    tile = lax.axis_index("tile") * (2 if options.shared else 1) + lax.axis_index("member")
     request, layer = request_ref[tile], layer_ref[0]
     start, stop = bounds_ref[tile, split], bounds_ref[tile, split + 1]
     earliest, last = first_ref[tile], last_ref[tile]
@@ -160,23 +162,32 @@ def _body(
     product_beside = interpreted_product_beside if interpret else tensor_core_product_beside
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     position = plgpu.load(position_ref.at[tile], layout=rows, optimized=False)
-    plain = None
-    if not options.in_registers:
-        plain = plgpu.load(q_rope_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False)
     sides = [pl.ds(side * half, half) for side in range(2)]
 
-    def load_latent(page, slot, side):
-        barrier = latent_loaded.at[2 * slot + side]
-        plgpu.copy_gmem_to_smem(latent_ref.at[layer, page, :, sides[side]], latent.at[slot, side], barrier)
+    def copy(source, target, barrier):
+        axes = {"collective_axes": "member"} if options.shared else {}
+        plgpu.copy_gmem_to_smem(source, target, barrier, **axes)
 
-    def load_rope(page, slot):
-        plgpu.copy_gmem_to_smem(rope_ref.at[layer, page], rope.at[slot], rope_loaded.at[slot])
+    def load(page, slot, side):
+        """Half of a page; whoever loads the half that its owner scores last loads its rotary keys too."""
+        copy(latent_ref.at[layer, page, :, sides[side]], latent.at[slot, side], latent_loaded.at[2 * slot + side])
+        if slot != side:
+            copy(rope_ref.at[layer, page], rope.at[slot], rope_loaded.at[slot])
+
+    def release(slot, side):
+        if options.shared:
+            plgpu.barrier_arrive(released.at[2 * slot + side])
+
+    def refill(page, slot, side):
+        if options.shared:
+            plgpu.barrier_wait(released.at[2 * slot + side])
+        load(page, slot, side)
 
     def load_factors(entry, side):
         plgpu.copy_gmem_to_smem(factors_ref.at[request, entry], factors.at[side], factors_loaded.at[side])
 
     def plain_query():
-        return plgpu.load(query_rope.at[0], layout=plgpu.Layout.WGMMA, optimized=False)
+        return plgpu.load(query_rope, layout=plgpu.Layout.WGMMA, optimized=False)
 
     def turned_query(side, plain):
         """The query as keys see it whose factors were loaded last."""
@@ -186,61 +197,41 @@ def _body(
         cos, sin = (lax.broadcast_in_dim(part, plain.shape, [1]) for part in parts)
         wide = plain.astype(jnp.float32)
         turned = wide * cos - turned_by_right_angle(wide, interleaved, interpret) * sin
-        if options.in_registers:
-            plgpu.commit_smem()  # the next factors are copied over these
+        plgpu.commit_smem()  # the next factors are copied over these
         return turned.astype(jnp.bfloat16)
 
-    def turn_query(side):
-        """Into the own shared tile."""
-        query_rope.at[side][...] = turned_query(side, plain)
-        plgpu.commit_smem()
-
     def following(pair, ahead, side):
-        """The entry of this side that many pairs on, and its distance."""
-        entry = 2 * jnp.minimum(pair + ahead, stop - 1) + side
-        return entry, delta_ref[request, entry]
+        """The entry of this side that many pairs on."""
+        return 2 * jnp.minimum(pair + ahead, stop - 1) + side
 
-    def distances_of(pair, side):
-        return [following(pair, ahead, side) for ahead in range(3)] if rotate else []
+    def turns(pair, side):
+        """Distances now and in the next two pairs, and the entry of the last: read long before they are needed."""
+        entries = [following(pair, ahead, side) for ahead in range(3)]
+        return [delta_ref[request, entry] for entry in entries] + entries[2:] if rotate else []
 
-    def turn_for_next(pair, side, distances, turned):
+    def turn_for_next(distances, side, turned):
         if not rotate:
             return turned
-        (_, here), (_, there), (entry, beyond) = distances or distances_of(pair, side)
-        if options.in_registers:
-            turned = lax.cond(
-                here != there, lambda turned: turned_query(side, plain_query()), lambda turned: turned, turned
-            )
-        else:
-            pl.when(here != there)(lambda: turn_query(side))
+        here, there, beyond, entry = distances
+        turned = lax.cond(here != there, lambda _: turned_query(side, plain_query()), lambda turned: turned, turned)
         pl.when(there != beyond)(lambda: load_factors(entry, side))
         return turned
 
     def prologue(side):
+        """First pages and queries are on their way; returns the query as the first keys see it."""
         plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, sides[side]], query.at[side], query_loaded)
-        if not rotate and not options.in_registers:
-            plgpu.copy_gmem_to_smem(q_rope_ref.at[tile], query_rope.at[side], query_loaded)
-        if options.in_registers and side == 0:
-            plgpu.copy_gmem_to_smem(q_rope_ref.at[tile], query_rope.at[0], query_loaded)
+        if side == 0:
+            plgpu.copy_gmem_to_smem(q_rope_ref.at[tile], query_rope, query_loaded)
         for slot in range(2):
-            page = page_ref[request, 2 * start + slot]
-            load_latent(page, slot, side)
-            if slot != side:
-                load_rope(page, slot)
-        turned = None
-        if options.in_registers:
-            plgpu.barrier_wait(query_loaded)
-            turned = plain_query()
+            load(page_ref[request, 2 * start + slot], slot, side)
         if rotate:
-            (entry, here), (after, there) = following(start, 0, side), following(start, 1, side)
-            load_factors(entry, side)
-            if options.in_registers:
-                turned = turned_query(side, turned)
-            else:
-                turn_query(side)
-            pl.when(here != there)(lambda: load_factors(after, side))
-        if not options.in_registers:
-            plgpu.barrier_wait(query_loaded)
+            load_factors(2 * start + side, side)
+        plgpu.barrier_wait(query_loaded)
+        turned = plain_query()
+        if rotate:
+            turned = turned_query(side, turned)
+            here, there, _, _ = turns(start, side)
+            pl.when(here != there)(lambda: load_factors(following(start, 1, side), side))
         return turned
 
     def row_range(entry):
@@ -268,14 +259,19 @@ def _body(
             zero_rows(latent.at[slot, side], begin, end, interpret)
             plgpu.commit_smem()
 
-    def scores(slot, zero, limits, turned):
+    def scores(slot, zero, limits, turned, after_own=None):
         """In the order in which the parts of a page were asked for."""
         own, other = (
             (query.at[side + zero], latent.at[slot + zero, side].transpose((1, 0)), latent_loaded.at[2 * slot + side])
             for side in (slot, 1 - slot)
         )
-        key_query = turned if options.in_registers else query_rope.at[slot + zero]
-        keys = (key_query, rope.at[slot + zero].transpose((1, 0)), rope_loaded.at[slot])
+
+        def keys_ready():
+            if after_own is not None:
+                after_own()
+            plgpu.barrier_wait(rope_loaded.at[slot])
+
+        keys = (turned, rope.at[slot + zero].transpose((1, 0)), keys_ready)
         return masked_scores(product([own, keys, other]), limits)
 
     def hidden_zero(pair):
@@ -285,10 +281,8 @@ def _body(
     def along(x, like):
         return lax.broadcast_in_dim(x, like.shape, [0])
 
-    def sums(entry, limits, maximum, weight):
-        """Of the weights of each query over a page; what every group of rows holds goes out on the way."""
-        if not masses:
-            return weight.sum(axis=1)
+    def write_masses(entry, limits, maximum, weight):
+        """What every group of rows holds of the weights of each query."""
         begin, _, origin = limits
 
         def grouped(weight):
@@ -302,7 +296,6 @@ def _body(
         groups = lax.cond(origin == -begin, without_first_position, grouped, weight)
         for index, group in enumerate(groups):
             mass_ref.at[tile, entry, index][...] = (maximum + jnp.log(group) * LOG2E) * (1 / LOG2E)
-        return weight.sum(axis=1)
 
     def publish_weight(side, weight):
         rope.at[side][...] = weight
@@ -320,128 +313,131 @@ def _body(
         _wait_for(published.at[side])
         return published_maximum(side)
 
-    def ask_for(page):
-        if options.prefetch and not interpret:
-            prefetch(latent_ref.at[layer, page])
-            prefetch(rope_ref.at[layer, page])
-
-    def product_while_turning(factors, start, pair, side, distances, turned):
-        if not (rotate and options.turn_beside):
-            return product(factors, start), turned
-        if options.in_registers:
-
-            def beside():
-                return (turn_for_next(pair, side, distances, turned),)
-
-            return product_beside(factors, start, beside, (turned,))
-
-        def turn():
-            turn_for_next(pair, side, distances, turned)
-            return ()
-
-        return product_beside(factors, start, turn, ())[0], turned
+    def product_while(factors, start, beside, turned):
+        """The product, and the query that ``beside`` returns."""
+        return product_beside(factors, start, lambda: (beside(turned),), (turned,))
 
     def left(pair, state):
         out, maximum, total, turned = state
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
-        next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
-        distances = distances_of(pair, 0) if options.distances_ahead else []
+        page, *next_page = (
+            page_ref[request, entry] for entry in (2 * pair + 1, *(following(pair, 1, slot) for slot in range(2)))
+        )
+        distances = turns(pair, 0)
 
-        score = scores(0, zero, limits[0], turned)
-        ask_for(next_page[0])
+        def late_refill():
+            pl.when(pair > start)(lambda: refill(page, 1, 0))
+
+        score = scores(0, zero, limits[0], turned, late_refill if options.shared else None)
         new = jnp.maximum(maximum, score.max(axis=1))
-        if options.order != "weights_first":
+        if options.order == "maximum_first":
             exchange.at[0][...] = new
             _announce(bounded)
         weight = jnp.exp2(score - along(new, score))
         rescale = jnp.exp2(maximum - new)
-        total = total * rescale + sums(2 * pair, limits[0], new, weight)
+        total = total * rescale + weight.sum(axis=1)
         narrow = weight.astype(jnp.bfloat16)
-        if options.order == "weights_first":
-            publish(0, new, narrow)
-        elif options.order == "maximum_first":
+        if options.order == "maximum_first":
             publish_weight(0, narrow)
+        else:
+            publish(0, new, narrow)
+        if masses:
+            write_masses(2 * pair, limits[0], new, weight)
         clear_unseen(0, 0, limits[0])
-        first = (narrow, latent.at[zero, 0], None)
-        out, turned = product_while_turning([first], out * along(rescale, out), pair, 0, distances, turned)
-        pl.when(more)(lambda: load_latent(next_page[0], 0, 0))
+        first, scaled = (narrow, latent.at[zero, 0], None), out * along(rescale, out)
+        if options.turn_beside:
+            out, turned = product_while([first], scaled, lambda turned: turn_for_next(distances, 0, turned), turned)
+        else:
+            out = product([first], scaled)
+        pl.when(more)(lambda: release(0, 0))
+        if not options.shared:
+            pl.when(more)(lambda: refill(next_page[0], 0, 0))
         if not options.turn_beside:
-            turned = turn_for_next(pair, 0, distances, turned)
+            turned = turn_for_next(distances, 0, turned)
 
         newer = received(1)
-        rescale = jnp.exp2(new - newer)
-        if options.order == "own_first":
-            publish_weight(0, (weight * along(rescale, weight)).astype(jnp.bfloat16))
         plgpu.barrier_wait(latent_loaded.at[2])
         clear_unseen(1, 0, limits[1])
-        out = product([(rope.at[1 + zero], latent.at[1 + zero, 0], None)], out * along(rescale, out))
+        rescale = jnp.exp2(new - newer)
+        second, scaled = (rope.at[1 + zero], latent.at[1 + zero, 0], None), out * along(rescale, out)
+        if options.shared:
 
-        @pl.when(more)
-        def _refill():
-            load_latent(next_page[1], 1, 0)
-            load_rope(next_page[1], 1)
+            def refill_first():
+                pl.when(more)(lambda: refill(next_page[0], 0, 0))
+                return ()
 
+            (out,) = product_beside([second], scaled, refill_first, ())
+        else:
+            out = product([second], scaled)
+        pl.when(more)(lambda: release(1, 0))
+        if not options.shared:
+            pl.when(more)(lambda: refill(next_page[1], 1, 0))
         return out, newer, total * rescale, turned
 
     def right(pair, state):
         out, maximum, total, turned = state
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
-        next_page = [page_ref[request, following(pair, 1, slot)[0]] for slot in range(2)]
-        distances = distances_of(pair, 1) if options.distances_ahead else []
+        next_page = [page_ref[request, following(pair, 1, slot)] for slot in range(2)]
+        distances = turns(pair, 1)
 
         score = scores(1, zero, limits[1], turned)
-        ask_for(next_page[1])
         if not options.turn_beside:
-            turned = turn_for_next(pair, 1, distances, turned)
-        if options.order == "weights_first":
-            new = received(0)
-        else:
+            turned = turn_for_next(distances, 1, turned)
+        if options.order == "maximum_first":
             _wait_for(bounded)
             new = published_maximum(0)
+        else:
+            new = received(0)
 
         def softmax():
             newer = jnp.maximum(new, score.max(axis=1))
             weight = jnp.exp2(score - along(newer, score))
-            total_ = total * jnp.exp2(maximum - newer) + sums(2 * pair + 1, limits[1], newer, weight)
-            weight = weight.astype(jnp.bfloat16)
-            publish(1, newer, weight)
-            return newer, total_, weight
-
-        def refill_first():
-            load_latent(next_page[0], 0, 1)
-            load_rope(next_page[0], 0)
-
-        first = (rope.at[zero], latent.at[zero, 1], None)
+            sums = total * jnp.exp2(maximum - newer) + weight.sum(axis=1)
+            narrow = weight.astype(jnp.bfloat16)
+            publish(1, newer, narrow)
+            if masses:
+                write_masses(2 * pair + 1, limits[1], newer, weight)
+            return newer, sums, narrow
 
         def see_first_page():
             plgpu.barrier_wait(latent_loaded.at[1])
             clear_unseen(0, 1, limits[0])
 
-        if options.order == "weights_first":
+        first = (rope.at[zero], latent.at[zero, 1], None)
+        if options.order == "maximum_first":
+            newer, total, narrow = softmax()
+            _wait_for(published.at[0])
+            see_first_page()
+            out = product([first], out * along(jnp.exp2(maximum - new), out))
+        else:
             see_first_page()
             shapes = (maximum, total, plgpu.layout_cast(jnp.zeros_like(score, jnp.bfloat16), plgpu.Layout.WGMMA))
             scaled = out * along(jnp.exp2(maximum - new), out)
-            out, newer, total, weight = product_beside([first], scaled, softmax, shapes)
-            pl.when(more)(refill_first)
-        else:
-            newer, total, weight = softmax()
-            if options.order == "maximum_first":
-                _wait_for(published.at[0])
-                see_first_page()
-                out = product([first], out * along(jnp.exp2(maximum - new), out))
-                pl.when(more)(refill_first)
+            out, newer, total, narrow = product_beside([first], scaled, softmax, shapes)
+        pl.when(more)(lambda: release(0, 1))
+        if not options.shared:
+            pl.when(more)(lambda: refill(next_page[0], 0, 1))
         clear_unseen(1, 1, limits[1])
-        rescale = jnp.exp2((maximum if options.order == "own_first" else new) - newer)
-        second = (weight, latent.at[1 + zero, 1], None)
-        out, turned = product_while_turning([second], out * along(rescale, out), pair, 1, distances, turned)
-        pl.when(more)(lambda: load_latent(next_page[1], 1, 1))
-        if options.order == "own_first":
-            _wait_for(published.at[0])
-            see_first_page()
-            out = product([first], out)
-            pl.when(more)(refill_first)
+        rescale = jnp.exp2(new - newer)
+        second, scaled = (narrow, latent.at[1 + zero, 1], None), out * along(rescale, out)
+
+        def beside(turned):
+            if options.shared:
+                pl.when(more)(lambda: refill(next_page[0], 0, 1))
+            return turn_for_next(distances, 1, turned) if options.turn_beside else turned
+
+        if options.shared or options.turn_beside:
+            out, turned = product_while([second], scaled, beside, turned)
+        else:
+            out = product([second], scaled)
+
+        @pl.when(more)
+        def _refill():
+            release(1, 1)
+            refill(next_page[1], 1, 1)
+
         return out, newer, total, turned
 
     nothing = (
@@ -451,12 +447,8 @@ def _body(
     )
 
     def warpgroup(side, pair_step):
-        if options.in_registers:
-            empty = plgpu.layout_cast(jnp.zeros((TILE_ROWS, ROPE_WIDTH), jnp.bfloat16), plgpu.Layout.WGMMA)
-            turned = lax.cond(start < stop, lambda empty: prologue(side), lambda empty: empty, empty)
-        else:
-            turned = jnp.int32(0)  # it lies in its tile
-            pl.when(start < stop)(lambda: prologue(side))
+        empty = plgpu.layout_cast(jnp.zeros((TILE_ROWS, ROPE_WIDTH), jnp.bfloat16), plgpu.Layout.WGMMA)
+        turned = lax.cond(start < stop, lambda _: prologue(side), lambda empty: empty, empty)
         out, maximum, total, _ = lax.fori_loop(start, stop, pair_step, (*nothing, turned))
         # Each warpgroup summed the weights of its own pages.
         exchange.at[2 + side][...] = total
@@ -480,6 +472,13 @@ def _body(
 
     pl.when(me == 0)(lambda: warpgroup(0, left))
     pl.when(me == 1)(lambda: warpgroup(1, right))
+
+
+def bounds_of_neighbours(bounds: Int[Array, "W P1"]) -> Int[Array, "W P1"]:
+    """Two neighbouring tiles read what either of them sees."""
+    splits = bounds.shape[1] - 1
+    pairs = jnp.repeat(bounds[:, -1].reshape(-1, 2).max(axis=1), 2)
+    return (pairs[:, None] * jnp.arange(splits + 1)[None, :] + splits - 1) // splits
 
 
 def _announce(weights):

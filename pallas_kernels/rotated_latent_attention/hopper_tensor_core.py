@@ -13,13 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.compat import arith, fragmented_array, ir, llvm, memref, mosaic, vector
+from pallas_kernels.compat import arith, fragmented_array, ir, memref, mosaic, vector
 from pallas_kernels.rotated_latent_attention.hopper_schedule import PAGE_ROWS, right_angle
 
 # Tiles as TMA writes them and the tensor core reads them: rows of 64 values, 16-byte columns exchanged within a row.
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-# A factor pair of a product and the barrier to wait for before reading it, if any.
+# A factor pair of a product and what to wait for before reading it, if anything: a barrier or a function that waits.
 Factors = list[tuple[Any, Any, Any]]
+
+
+def _wait(barrier):
+    if callable(barrier):
+        barrier()
+    elif barrier is not None:
+        plgpu.barrier_wait(barrier)
 
 
 def tensor_core_product(factors: Factors, start: Any = None) -> Any:
@@ -27,8 +34,7 @@ def tensor_core_product(factors: Factors, start: Any = None) -> Any:
 
     def accumulate(acc):
         for left, right, barrier in factors:
-            if barrier is not None:
-                plgpu.barrier_wait(barrier)
+            _wait(barrier)
             plgpu.wgmma(acc, left, right)
 
     if start is not None:
@@ -47,8 +53,7 @@ def tensor_core_product_beside(factors: Factors, start: Any, beside: Callable[[]
     def both(references):
         acc, *slots = references
         for left, right, barrier in factors:
-            if barrier is not None:
-                plgpu.barrier_wait(barrier)
+            _wait(barrier)
             plgpu.wgmma(acc, left, right)
         for slot, value in zip(slots, beside(), strict=True):
             slot[...] = value
@@ -60,8 +65,7 @@ def interpreted_product(factors: Factors, start: Any = None) -> Any:
     """``tensor_core_product`` in the interpreter."""
     total = 0.0 if start is None else start
     for left, right, barrier in factors:
-        if barrier is not None:
-            plgpu.barrier_wait(barrier)
+        _wait(barrier)
         total += jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
     plgpu.commit_smem()  # the tensor core reads through the same proxy that loads write through
     return total
@@ -125,30 +129,6 @@ def _zero_some(tile, low, high, step):
             vector.store(zeros, tiled, [arith.index_cast(ir.IndexType.get(), x) for x in place], alignment=16)
 
     zero(tile, low, high, step)
-
-
-def prefetch(rows: Any) -> None:
-    """Asks contiguous rows in memory into the second-level cache, by loads of the threads: copies of tiles would wait
-    behind a prefetch of their own unit."""
-    lines = rows.shape[0] * rows.shape[1] * 2 // _LINE_BYTES
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def ask(_, rows):
-        i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        thread = arith.remui(mosaic.thread_idx(), mosaic.c(mosaic.WARPGROUP_SIZE, i32))
-        start = mosaic.memref_ptr(rows)
-        for first in range(0, lines, mosaic.WARPGROUP_SIZE):
-            line = arith.addi(thread, mosaic.c(first, i32))
-            line = arith.remui(line, mosaic.c(lines, i32))
-            address = mosaic.getelementptr(start, [arith.muli(line, mosaic.c(_LINE_BYTES, i32))], i8)
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [address], "prefetch.global.L2 [$0];", "l", has_side_effects=True
-            )
-
-    ask(rows)
-
-
-_LINE_BYTES = 128
 
 
 def reduce_rows(operation: str, x: Any, scratch: Any, interpret: bool) -> Any:

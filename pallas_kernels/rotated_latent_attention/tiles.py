@@ -7,7 +7,6 @@ tables are cut into ``splits`` parts whose results are merged by their log-sum-e
 
 import math
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -33,11 +32,17 @@ class Tiles:
     last: Int[Array, " W"]
     place: Int[Array, " M"]
     heads: int = struct.field(pytree_node=False)
+    requests: int = struct.field(pytree_node=False)
 
     @property
     def groups(self) -> int:
         """Tiles a token needs."""
         return max(1, self.heads // self.position.shape[1])
+
+    @property
+    def neighbours_share(self) -> bool:
+        """Whether every second tile and the next are of one request, whatever the arguments hold."""
+        return self.request.shape[0] % 2 == 0 and (self.groups % 2 == 0 or self.requests == 1)
 
     @property
     def in_order(self) -> bool:
@@ -68,7 +73,7 @@ def tile_queries(
     else:
         needed = -(-(query_offsets[1:] - query_offsets[:-1]) // per_tile)
         end = jnp.cumsum(needed)
-        tile = jnp.arange(min(tokens, tokens // per_tile + requests))
+        tile = jnp.arange(min(tokens, (tokens + requests * (per_tile - 1)) // per_tile))
         request = jnp.minimum(jnp.searchsorted(end, tile, side="right", method="compare_all"), requests - 1)
         first = query_offsets[request] + (tile - (end - needed)[request]) * per_tile
         token = first[:, None] + jnp.arange(per_tile)[None, :]
@@ -85,6 +90,7 @@ def tile_queries(
         last=jnp.repeat(last, groups),
         place=jnp.arange(tokens) if per_tile == 1 else _places(token.reshape(-1), tokens),
         heads=heads,
+        requests=requests,
     )
 
 
@@ -126,12 +132,3 @@ def split_pairs(tiles: Tiles, table: PageTable, splits: int) -> Int[Array, "W P"
     pairs = -(-jnp.max(jnp.where(visible, slot + 1, 0), axis=1, initial=0) // 2)
     part = jnp.arange(splits + 1)[None, :]
     return (pairs[:, None] * part + splits - 1) // splits
-
-
-def merge(
-    out: Float[Array, "P W Q C"], lse: Float[Array, "P W Q"]
-) -> tuple[Float[Array, "W Q C"], Float[Array, "W Q"]]:
-    """Results of the splits as one; rows that saw nothing stay 0 and -inf."""
-    total = jax.nn.logsumexp(lse, axis=0)
-    weight = jnp.exp(lse - jnp.where(total == -jnp.inf, 0.0, total)[None])
-    return jnp.sum(weight[..., None] * out, axis=0), total
