@@ -61,6 +61,7 @@ class Study:
         self.tokenizer = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
         self.folder = Path(config.data)
         self.statistics: convert.Statistics | None = None
+        self.expected: np.ndarray | None = None  # the original's answers in a chat
         path = out / "measured.jsonl"
         self.done: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         self.started = time.monotonic()
@@ -84,6 +85,7 @@ class Study:
             *((task, partial(self._questions, task)) for task in self.sizes.questions),
             *((f"needle_{words}", partial(self._needle, words)) for words in self.sizes.needle_words),
             ("text_long", self._long_text),
+            ("chat", self._chat),
             ("shift", self._shift),
         ]
         share, shares = self.config.share
@@ -190,6 +192,26 @@ class Study:
             "f1": [round(passage_questions.word_f1(*pair), 6) for pair in zip(lines, right, strict=True)],
             "left_out": len(asked) - len(kept),
         }
+
+    def _chat(self, name: str, model: Model) -> Row:
+        """Whether greedy answers to typed questions begin, and go on, as the original's."""
+        if not self.sizes.chats:
+            return {}
+        asked = passage_questions.bare_questions(self.folder, self.sizes.chats)
+        prompts = [self.tokenizer.encode_chat([{"role": "user", "content": words}]) for words in asked]
+        shared = min(
+            int(np.argmin(np.append(prompt[: len(prompts[0])] == prompts[0][: len(prompt)], False)))
+            for prompt in prompts
+        )
+        options = {"steps": STEPS, "room": max(map(len, prompts)) - shared, "batch": self.config.batch}
+
+        def answers(model: Model) -> np.ndarray:
+            return np.stack(continuations(model, prompts[0][:shared], [p[shared:] for p in prompts], **options))
+
+        if self.expected is None:
+            self.expected = answers(plain(self.base))
+        same = np.cumprod(answers(model) == self.expected, axis=1)
+        return {"first": same[:, 0].astype(float).tolist(), "whole": same[:, -1].astype(float).tolist()}
 
     def _shift(self, name: str, model: Model) -> Row:
         asked = passage_questions.questions(self.folder, "nq", self.sizes.shifts)

@@ -52,6 +52,9 @@ def summarise(by_name: dict[str, dict[str, Row]], main: str) -> dict[str, float]
         "kl_same_context_shift_rotated": chosen["shift"]["kl_rotated"],
         "kl_same_context_shift_naive": chosen["shift"]["kl_naive"],
     }
+    if chosen["chat"].get("first"):
+        figures["chat_same_first_token"] = float(np.mean(chosen["chat"]["first"]))
+        figures["chat_same_answer"] = float(np.mean(chosen["chat"]["whole"]))
     for name, found in by_name.items():
         word = "_".join(name.replace("+", "").replace(",", "").split())
         figures[f"perplexity_{word}"] = found["text"]["perplexity"]
@@ -70,6 +73,8 @@ def table(by_name: dict[str, dict[str, Row]]) -> str:
     header = ["variant", "perplexity, 512 tokens, over lossless", "nats from the original"]
     header += ["perplexity, 4,096 tokens, over lossless"]
     header += [f"{QUESTION_NAMES[task]}: EM / F1, EM against the original" for task in questions]
+    chats = bool(by_name["original"]["chat"].get("first"))
+    header += ["chat: first token / 16 tokens as the original's, %"] if chats else []
     header += [f"needle in {task.removeprefix('needle_')} words" for task in needles]
     lines = []
     for name, found in by_name.items():
@@ -78,6 +83,7 @@ def table(by_name: dict[str, dict[str, Row]]) -> str:
             cells.append(_perplexity(found[task], by_name["lossless"][task]))
         cells.insert(2, found["text"]["kl"])
         cells += [_answers(found[task], by_name["original"][task]) for task in questions]
+        cells += [f"{100 * np.mean(found['chat']['first']):.1f} / {100 * np.mean(found['chat']['whole']):.1f}"] * chats
         cells += [f"{np.mean(found[task]['exact']):.2f}" for task in needles]
         lines.append(cells)
     return report.markdown_table(header, lines)

@@ -87,6 +87,11 @@ def questions(folder: Path, task: str, count: int) -> list[PassageQuestion]:
     return found
 
 
+def bare_questions(folder: Path, count: int) -> list[str]:
+    """The first ``count`` questions of Natural Questions alone, as somebody would type them."""
+    return [row["question"].strip().rstrip("?") + "?" for row in read(folder, FILES["nq"])[:count]]
+
+
 def needles(folder: Path, count: int, words: int, seed: int = 0) -> list[PassageQuestion]:
     """A pass code somewhere in about ``words`` words of encyclopedia passages, and the question for it."""
     rows = read(folder, WIKI)

@@ -32,6 +32,7 @@ def get_config() -> ConfigDict:
                 "questions": {"nq": 200, "hotpotqa": 29, "musique": 20},
                 "needles": 30,
                 "needle_words": (350, 700),
+                "chats": 200,  # typed questions without a passage
                 "shifts": 32,
             },
             "quick_sizes": {
@@ -40,6 +41,7 @@ def get_config() -> ConfigDict:
                 "questions": {"nq": 24},
                 "needles": 0,
                 "needle_words": (),
+                "chats": 0,
                 "shifts": 3,
             },
             "shift": 257,

@@ -27,6 +27,9 @@ def rows(config):
             if name == "shipped, healed":
                 found[np.flatnonzero(values == 0)[0]] = 1.0
             yield {"variant": name, "task": task, "exact": list(found), "f1": list(found)}
+        same = {"shipped": 5, "shipped, healed": 9}.get(name, 11)
+        first = [1.0] * same + [0.0] * (11 - same)
+        yield {"variant": name, "task": "chat", "first": first, "whole": [value / 2 for value in first]}
         if name == config.main:
             yield {"variant": name, "task": "shift", "kl_rotated": 1e-9, "kl_naive": 0.5, "items": 3}
 
@@ -37,6 +40,7 @@ def test_differences_are_paired(tmp_path):
     result = convert_report.describe(config, measured, [], tmp_path)
     summary = result["summary"]
     assert summary["perplexity_ratio"] == pytest.approx(1.01)
+    assert (summary["chat_same_first_token"], summary["chat_same_answer"]) == pytest.approx((9 / 11, 4.5 / 11))
     assert summary["exact_match_gap"] == pytest.approx(1 / config.sizes.questions.nq)
     by_name = {row["variant"]: row for row in measured if row["task"] == "text"}
     middle, low, high = perplexity_ratio(by_name["shipped, healed"], by_name["lossless"])
