@@ -13,6 +13,7 @@ from irminsul.eviction import Eviction
 from irminsul.page_tree import FREE, ORPHAN, PageTree
 from irminsul.placement import FreshPage, Placement
 from irminsul.plan import ROOT_WINDOW, PromptContent, ReusePlan
+from pallas_kernels.mesh_axes import SEQUENCE, axis_size
 
 
 class PoolTooSmallError(ValueError):
@@ -37,7 +38,7 @@ def allocate(
       PoolTooSmallError: if not enough pages can be had.
     """
     need = len(placement.fresh) + len(placement.private)
-    free = np.flatnonzero(tree.namespace == FREE)[:need]
+    free = in_turn(np.flatnonzero(tree.namespace == FREE), tree.num_pages)[:need]
     evicted = page_tree.pages_to_evict(tree, need - len(free), keep, eviction)
     if len(free) + len(evicted) < need:
         raise PoolTooSmallError(
@@ -45,6 +46,13 @@ def allocate(
             f"{len(free) + len(evicted)} can be freed; raise num_pages or shorten the prompt"
         )
     return np.concatenate([free, evicted]).astype(np.int32), evicted
+
+
+def in_turn(pages: np.ndarray, num_pages: int) -> np.ndarray:
+    """``pages``, ascending, in the order they are given away: one of each device that the pool is split over in turn,
+    so that a prompt's attention is spread over all of them."""
+    devices = axis_size(SEQUENCE)
+    return pages if devices == 1 else pages[np.argsort(pages % (num_pages // devices), kind="stable")]
 
 
 def claim(cache: ContentCache, plan: ReusePlan, fresh: tuple[FreshPage, ...], pages: np.ndarray) -> None:
