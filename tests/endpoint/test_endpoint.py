@@ -72,6 +72,7 @@ def test_ten_sessions_at_once_a_crash_and_one_at_a_time(flags):
 
         def settled():
             nonlocal pages
+            time.sleep(0.5)
             before, pages = pages, metric(url, "irminsul_store_written_total")
             return pages == before > 0
 
