@@ -14,7 +14,7 @@ import numpy as np
 
 from irminsul import fingerprint
 from irminsul.cache import CacheConfig
-from irminsul.dependence import DEPENDENCE_DTYPE, DISTANCES
+from irminsul.dependence import DEPENDENCE_DTYPE, DISTANCES, MEASURE
 from pallas_kernels.rotary import RotaryTable
 
 VERSION = 2
@@ -79,7 +79,7 @@ class CacheFormat:
             dtype=config.dtype,
             storage=config.storage,
             page_size=config.page_size,
-            dependence=f"{np.dtype(DEPENDENCE_DTYPE).name}{list(DISTANCES)}"
+            dependence=f"{np.dtype(DEPENDENCE_DTYPE).name}{list(DISTANCES)} {MEASURE}"
             if getattr(config, "dependence", False)
             else "",
             chunking=digest(repr(config.chunking).encode()),

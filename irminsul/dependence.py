@@ -2,10 +2,13 @@
 
 A row reused behind another context is wrong by what it took from the old one. What that was is not known until it is
 reused: a span may begin anywhere to the left of the row. So each token keeps a *profile*: for each of ``DISTANCES`` the
-share of its attention that went at least so far left, position 0 (an attention sink) aside, and the largest of it over
-heads and layers. With ``s = d`` the first position inside,
+share of its attention that went at least so far left, position 0 (an attention sink) aside. With ``s = d`` the first
+position inside,
 
     share = 1 - exp(logaddexp(lse_inside, lse_sink) - lse_total)
+
+Of the heads of a layer the largest share counts, and of the layers the mean. By the largest of all layers nearly every
+token would look dependent: some head somewhere looks far away whatever the token says (``docs/log.md``).
 
 A token at ``offset`` behind the beginning of the span it is reused in depends on the context by the share that went
 further than ``offset``, which ``dependence_at`` reads off the profile.
@@ -17,6 +20,7 @@ from jaxtyping import Float, Int
 
 DISTANCES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DEPENDENCE_DTYPE = jnp.float16  # of shares between 0 and 1
+MEASURE = "mean of layers"  # part of the cache format
 
 
 def dependence_at(profile: Float[np.ndarray, "M K"], offset: Int[np.ndarray, " M"]) -> Float[np.ndarray, " M"]:

@@ -152,8 +152,8 @@ def test_cacheblend_measures_the_second_layer(model, config, kind):
 class RowView(DenseView):
     """Dense attention that collects what a cache would keep, keys before rotation."""
 
-    latent: jax.Array
-    rope: jax.Array
+    latent: jax.Array | None = None
+    rope: jax.Array | None = None
 
     def attend_latent(self, layer, q_nope, q_rope, c_kv, k_rope, *rest):
         out, _ = super().attend_latent(layer, q_nope, q_rope, c_kv, k_rope, *rest)
@@ -175,7 +175,8 @@ class RowView(DenseView):
 def second_layer_rows(model, tokens) -> tuple[np.ndarray, np.ndarray]:
     rows, positions = model.row_format, jnp.arange(len(tokens))
     shape = rows.num_layers, len(tokens)
-    view = RowView(positions, jnp.zeros((*shape, rows.latent_width)), jnp.zeros((*shape, rows.rope_width)))
+    latent, rope = (jnp.zeros((*shape, width)) for width in (rows.latent_width, rows.rope_width))
+    view = RowView(positions, latent=latent, rope=rope)
     _, view = jax.jit(model.forward)(jnp.asarray(tokens), positions, view)
     return np.asarray(view.latent)[1], np.asarray(view.rope)[1]
 
