@@ -7,12 +7,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from irminsul.blocks import cost_model
 from irminsul.cache import CacheConfig, ContentCache, new_cache
-from irminsul.compute import run_prefill
 from irminsul.plan import NEW
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import admit, complete, pack_batch
+from irminsul.prefill import complete, propose, settle, start_computing
 
 Placement = Literal["spread", "head", "tail"]
 HEADER = 96  # fresh tokens ahead of everything, so that nothing behind them is an exact prefix
@@ -73,15 +71,11 @@ class Server:
     def submit(self, prompt: np.ndarray, policy: Policy) -> tuple[Any, Any, float]:
         """Plans and starts computing; the logits to wait for, the plan, and milliseconds of planning."""
         started = time.perf_counter()
-        admission = admit(self.model, self.cache, prompt, policy)
-        batch = pack_batch(admission.cache, admission.placement, admission.request)
+        proposal = propose(self.model, self.cache, prompt, policy)
         planned = time.perf_counter()
-        logits, _, pool = run_prefill(
-            self.model, admission.cache.pool, batch, blocks=admission.blocks, cost=cost_model(self.model),
-            storage=admission.cache.config.storage, keep_hidden=False,
-        )  # fmt: skip
-        cache = dataclasses.replace(admission.cache, pool=pool)
-        self.cache = complete(cache, admission.request)
+        logits, _, proposal = start_computing(self.model, proposal)
+        admission = settle(proposal)
+        self.cache = complete(admission.cache, admission.request)
         return logits, admission.request.plan, 1e3 * (planned - started)
 
     def serve(self, prompt: np.ndarray, policy: Policy = HIT) -> Served:

@@ -117,12 +117,13 @@ def cost_model(model: Any) -> CostModel:
     weights = HOPPER_WORK_PER_BYTE * model.dtype.itemsize * fixed if hopper else 0.0
     experts, routed = _routed_parameters(config)
     fixed -= experts if hopper else experts - routed
-    skipping = {"routed": routed if hopper else 0.0, "weights": weights, "causal": hopper}
+    skipped = routed if hopper else 0.0
     heads, score = rows.num_layers * config.num_attention_heads, HOPPER_SCORE_WORK if hopper else SCORE_WORK
     gather = rows.num_layers * (rows.latent_width + rows.rope_width) * ROW_WORK
     if rows.kind == "grouped":
         width = rows.rope_width // rows.rope_heads
-        return CostModel(fixed, {"absorbed": heads * (2 * width + score)}, {"absorbed": gather}, **skipping)
+        pairs = {"absorbed": heads * (2 * width + score)}
+        return CostModel(fixed, pairs, {"absorbed": gather}, skipped, weights, hopper)
     up = config.qk_nope_head_dim + config.v_head_dim
     return CostModel(
         fixed,
@@ -131,7 +132,9 @@ def cost_model(model: Any) -> CostModel:
             "expanded": heads * (up + rows.rope_width + score),
         },
         per_row={"absorbed": gather, "expanded": gather + heads * float(up * rows.latent_width)},
-        **skipping,
+        routed=skipped,
+        weights=weights,
+        causal=hopper,
     )
 
 

@@ -63,18 +63,22 @@ def claim(cache: ContentCache, plan: ReusePlan, fresh: tuple[FreshPage, ...], pa
     """
     tree, tokens, namespace = cache.tree, plan.content.tokens, plan.namespace
     cache.provenance.record(tree, plan)
+    begin, end = (np.array([getattr(record, name) for record in fresh], np.int64) for name in ("begin", "end"))
+    held = np.clip(np.minimum(end, len(tokens)) - begin, 0, tree.page_size)
+    row = np.arange(tree.page_size)
+    content = tokens[np.minimum(begin[:, None] + row, len(tokens) - 1)]
+    free = tree.namespace == FREE
+    tree.tokens[pages] = np.where(row < held[:, None], content, -1)
+    tree.fill[pages], tree.base_position[pages] = held, begin
+    tree.namespace[pages], tree.writer[pages] = namespace, tree.clock
+    tree.pure[pages] = tree.decoded[pages] = False
+    given: set[int] = set()
     for page, record in zip(pages.tolist(), fresh, strict=True):
-        held = tokens[record.begin : record.end]
-        tree.tokens[page] = -1
-        tree.tokens[page, : len(held)] = held
-        tree.fill[page] = len(held)
-        tree.base_position[page] = record.begin
-        tree.namespace[page] = namespace
-        tree.writer[page] = tree.clock
-        tree.writer[page, : record.copied_rows] = tree.writer[record.copied_from, : record.copied_rows]
-        tree.pure[page] = tree.decoded[page] = False
-        evicted_parent = record.parent >= 0 and tree.namespace[record.parent] == FREE
+        if record.copied_rows:
+            tree.writer[page, : record.copied_rows] = tree.writer[record.copied_from, : record.copied_rows]
+        evicted_parent = record.parent >= 0 and free[record.parent] and record.parent not in given
         page_tree.attach(tree, page, ORPHAN if evicted_parent else record.parent, record.parent_end)
+        given.add(page)
     for piece in (piece for span in plan.spans for piece in span.pieces):
         tree.served[piece.page] += piece.row_end - piece.row_begin
 

@@ -181,8 +181,13 @@ def assign(placement: Placement, pages: np.ndarray) -> Placement:
 
     if not len(pages):
         return placement
+    given = pages.tolist()
+
+    def parent_of(page: FreshPage) -> int:
+        return given[FRESH - page.parent] if page.parent <= FRESH else page.parent
+
     fresh = tuple(
-        dataclasses.replace(page, parent=int(pages[FRESH - page.parent]) if page.parent <= FRESH else page.parent)
+        FreshPage(parent_of(page), page.parent_end, page.begin, page.end, page.copied_from, page.copied_rows)
         for page in placement.fresh
     )
     entries = placement.entries.copy()

@@ -5,12 +5,14 @@ Planning is host code; computing is one compiled program (``compute.py``).
 
 import dataclasses
 import time
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Integer
 
 from irminsul import page_tree
 from irminsul.blocks import Block, Mode, blocks_for, cost_model
@@ -23,7 +25,7 @@ from irminsul.plan import PromptContent, Readable, ReusePlan, Span, extend_conte
 from irminsul.policies import Policy, get_policy
 from irminsul.repair import lend, privatise, with_repairs
 from irminsul.sources import isolated_spans, published
-from pallas_kernels.page_table import page_table_from_array
+from pallas_kernels.page_table import PageTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,19 @@ class Admission:
     request: Request
     placement: Placement
     blocks: tuple[Block, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """What ``Admission`` will be once ``settle`` has entered it: pages to claim for ``owner``, and those ``evicted``
+    for it. ``cache`` has taken the step, its books are as they were."""
+
+    cache: ContentCache
+    request: Request
+    placement: Placement
+    blocks: tuple[Block, ...]
+    owner: int
+    evicted: Integer[np.ndarray, " E"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,24 +125,36 @@ def prefill(
       ConsumedError: if the cache was taken over by an earlier step.
     """
     started = time.perf_counter()
-    admission = admit(
+    proposal = propose(
         model, cache, tokens, policy, namespace=namespace, adapter=adapter, new_tokens=new_tokens, mode=mode,
         donate=donate, shared=shared, context=context,
     )  # fmt: skip
-    cache, request = admission.cache, admission.request
     planned = time.perf_counter()
     logits = hidden = None
     if model is not None:
-        batch = pack_batch(cache, admission.placement, request)
-        logits, hidden, pool = run_prefill(
-            model, cache.pool, batch, blocks=admission.blocks, cost=cost_model(model), storage=cache.config.storage,
-            keep_hidden=keep_hidden,
-        )  # fmt: skip
-        cache = dataclasses.replace(cache, pool=pool)
+        logits, hidden, proposal = start_computing(model, proposal, keep_hidden=keep_hidden)
+    admission = settle(proposal)  # while the device computes
+    if logits is not None:
         logits = jax.block_until_ready(logits)
     computed = time.perf_counter()
     timings = {"plan_ms": 1e3 * (planned - started), "prefill_ms": 1e3 * (computed - planned)}
-    return PrefillResult(logits, cache, request, timings, hidden)
+    return PrefillResult(logits, admission.cache, admission.request, timings, hidden)
+
+
+def start_computing(
+    model: Any, proposal: Proposal, *, keep_hidden: bool = False
+) -> tuple[Float[Array, " V"], Float[Array, "M D"] | None, Proposal]:
+    """Hands a proposal to the device: logits and hidden states to wait for, and the proposal with the pool they leave.
+
+    The books are unchanged: ``settle`` them.
+    """
+    cache = proposal.cache
+    batch = pack_batch(cache, proposal.placement, proposal.request)
+    logits, hidden, pool = run_prefill(
+        model, cache.pool, batch, blocks=proposal.blocks, cost=cost_model(model), storage=cache.config.storage,
+        keep_hidden=keep_hidden,
+    )  # fmt: skip
+    return logits, hidden, dataclasses.replace(proposal, cache=dataclasses.replace(cache, pool=pool))
 
 
 def admit(
@@ -150,6 +177,32 @@ def admit(
 
     Until every row is computed no other prompt may be planned: a walk through the tree would find the claimed pages.
     """
+    return settle(
+        propose(
+            model, cache, tokens, policy, namespace=namespace, adapter=adapter, new_tokens=new_tokens, mode=mode,
+            donate=donate, shared=shared, context=context,
+        )
+    )  # fmt: skip
+
+
+def propose(
+    model: Any,
+    cache: ContentCache,
+    tokens: np.ndarray,
+    policy: str | Policy = "irminsul",
+    *,
+    namespace: str = "default",
+    adapter: str = "",
+    new_tokens: int = 0,
+    mode: Mode = "fast",
+    donate: bool = True,
+    shared: tuple[str, ...] = (),
+    context: Context = "private",
+) -> Proposal:
+    """The part of ``admit`` that only looks: the plan, the pages it takes and those to evict for it.
+
+    Arguments and errors are those of ``prefill``.
+    """
     policy = get_policy(policy)
     cache.require_alive()
     check_storage(cache.config, policy)
@@ -170,17 +223,23 @@ def admit(
     held = np.concatenate([np.flatnonzero(keep), pages]).astype(np.int32)
     pages, private = pages[: len(placement.fresh)], pages[len(placement.fresh) :]
     cache = next_step(cache, donate)
-    for page in evicted.tolist():
-        page_tree.release(cache.tree, page)
-    claim(cache, plan, placement.fresh, pages)
-    lend(cache.tree, private, owner)
-    cache.tree.last_used[held] = cache.clock
-    cache.in_flight[held] += 1
     slots = decode_slots(placement.fresh, pages, plan.length)
     request = Request(
         plan, policy, key, placement.fresh, pages, private, placement.entries, slots, held, cache.clock, len(evicted)
     )
-    return Admission(cache, request, placement, blocks)
+    return Proposal(cache, request, placement, blocks, owner, evicted)
+
+
+def settle(proposal: Proposal) -> Admission:
+    """Enters a proposal into the books of its cache, in place: pages evicted, claimed and in flight."""
+    cache, request = proposal.cache, proposal.request
+    for page in proposal.evicted.tolist():
+        page_tree.release(cache.tree, page)
+    claim(cache, request.plan, request.fresh, request.pages)
+    lend(cache.tree, request.private, proposal.owner)
+    cache.tree.last_used[request.held] = cache.clock
+    cache.in_flight[request.held] += 1
+    return Admission(cache, request, proposal.placement, proposal.blocks)
 
 
 def complete(cache: ContentCache, request: Request, generated: np.ndarray | None = None) -> ContentCache:
@@ -327,17 +386,35 @@ def pack_batch(cache: ContentCache, placement: Placement, request: Request) -> P
     copies += zip(placement.private.tolist(), request.private.tolist(), strict=True)
     copied = np.zeros((2, entries), np.int32)
     copied[:, : len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2).T
-    fields = jax.device_put(
-        {
-            "tokens": pad(request.plan.content.tokens[positions], 0),
-            "positions": pad(positions, -1),
-            "write_page": pad(placement.write_page, cache.tree.num_pages),
-            "write_row": pad(placement.write_row, 0),
-            "write_position": pad(placement.write_position, 0),
-            "count": np.int32(len(positions)),
-            "copy_source": copied[0],
-            "copy_target": copied[1],
-            "copy_count": np.int32(len(copies)),
-        }
+    columns = (
+        pad(request.plan.content.tokens[positions], 0),
+        pad(positions, -1),
+        pad(placement.write_page, cache.tree.num_pages),
+        pad(placement.write_row, 0),
+        pad(placement.write_position, 0),
     )
-    return PrefillBatch(page_table=page_table_from_array(table), **fields)
+    counts = np.array([len(positions), len(copies)], np.int32)
+    # One transfer: fourteen cost a millisecond ahead of the first token.
+    flat = np.concatenate([*columns, *copied, *table[0].T, counts])
+    return _unpacked(jax.device_put(flat), capacity, entries)
+
+
+@partial(jax.jit, static_argnames=("capacity", "entries"))
+def _unpacked(flat: Int32[Array, " F"], capacity: int, entries: int) -> PrefillBatch:
+    """The batch that ``pack_batch`` laid into one array."""
+    sizes = [capacity] * 5 + [entries] * 7 + [1, 1]
+    parts = [flat[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+    tokens, positions, write_page, write_row, write_position = parts[:5]
+    source, target, page, begin, end, target_position, base, count, copy_count = parts[5:]
+    return PrefillBatch(
+        tokens=tokens,
+        positions=positions,
+        write_page=write_page,
+        write_row=write_row,
+        write_position=write_position,
+        count=count[0],
+        page_table=PageTable(page[None], begin[None], end[None], target_position[None], base[None]),
+        copy_source=source,
+        copy_target=target,
+        copy_count=copy_count[0],
+    )

@@ -12,7 +12,7 @@ taken to hold whatever is to be forgotten in their namespace.
 
 import dataclasses
 from collections.abc import Collection
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 from jaxtyping import Int32
@@ -184,20 +184,25 @@ def _sources(tree: PageTree, pieces: list[Piece]) -> Int32[np.ndarray, "S 5"]:
     """The lines ``(begin, end, writer, position, namespace)`` of the rows that a plan reads, in prompt order."""
     if not pieces:
         return np.zeros((0, 5), np.int32)
-    page, row, end, begin = np.array(pieces, np.int32).T
+    page, row, end, begin = _columns(pieces)
     # Copied rows stand before a page's own, and are older: equal writers at both ends are one writer.
     mixed = np.flatnonzero(tree.writer[page, row] != tree.writer[page, end - 1])
     if len(mixed):
         whole = {index: [piece] for index, piece in enumerate(pieces)}
         whole |= {index: _by_writer(tree, pieces[index]) for index in mixed.tolist()}
         pieces = [part for parts in whole.values() for part in parts]
-        page, row, end, begin = np.array(pieces, np.int32).T
+        page, row, end, begin = _columns(pieces)
     writer, namespace, position = tree.writer[page, row], tree.namespace[page], tree.base_position[page] + row
     goes_on = (begin[1:] == begin[:-1] + (end - row)[:-1]) & (position[1:] == position[:-1] + (end - row)[:-1])
     goes_on &= (writer[1:] == writer[:-1]) & (namespace[1:] == namespace[:-1])
     first, last = np.flatnonzero(np.append(True, ~goes_on)), np.flatnonzero(np.append(~goes_on, True))
     lines = begin[first], (begin + end - row)[last], writer[first], position[first], namespace[first]
     return np.stack(lines, axis=1)
+
+
+def _columns(pieces: list[Piece]) -> Int32[np.ndarray, "4 n"]:
+    """Fields of pieces as arrays, at a fraction of what ``np.array`` takes to look into each tuple."""
+    return np.fromiter(chain.from_iterable(pieces), np.int32, 4 * len(pieces)).reshape(-1, 4).T
 
 
 def _by_writer(tree: PageTree, piece: Piece) -> list[Piece]:

@@ -206,7 +206,8 @@ def decoder_layer(
     out, kv = attention(params["attention"], config, rotary, positions, layer, x, kv)
     hidden = hidden + out
     x = layers.rms_norm(hidden, params["post_norm"], config.rms_norm_eps)
-    matrices = [(params["mlp"] if stacked is None else stacked)[name] for name in ("gate", "up", "down")]
+    feed = params["mlp"] if stacked is None else stacked
+    matrices = feed["gate"], feed["up"], feed["down"]
     if stacked is None:
         return hidden + layers.swiglu(x, *matrices), kv
     return hidden + swiglu_of_layer(x, *matrices, layer, valid=positions >= 0), kv

@@ -136,9 +136,9 @@ def mixture(
     if not config.n_shared_experts:
         return routed
     if stacked is not None and "shared" in stacked:
-        shared = [stacked["shared"][name] for name in EXPERT_MATRICES]
+        shared = stacked["shared"]
         assert layer is not None
         assert valid is not None
-        return routed + swiglu_of_layer(x, *shared, layer, valid=valid)
+        return routed + swiglu_of_layer(x, shared["gate"], shared["up"], shared["down"], layer, valid=valid)
     shared = params["shared"]
     return routed + swiglu(x, shared["gate"], shared["up"], shared["down"])

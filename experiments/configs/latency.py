@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
             "lengths": "16384,65536",  # of prompts; capacity is the longest
             "fractions": "0.2,0.4,0.6,0.8,0.9",  # of a prompt served from cache
             "edge_fractions": "0.8",  # of those with new tokens at head and at tail only
-            "span": 1024,  # tokens from one new piece to the next where they are spread
+            "span": 2048,  # tokens from one new piece to the next where they are spread
             "hit_spans": "128,256,512,1024",  # spread at half reuse, from which the cost of a hit is read
             "repeats": 5,
             "decode_batch": 64,
