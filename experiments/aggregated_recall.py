@@ -34,8 +34,9 @@ POOL = 50_000  # prompts drawn for training
 
 MODEL = AggregatedConfig(
     vocab_size=3 * NAMES, hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=64,
-    qk_rope_head_dim=16, q_lora_rank=64, o_groups=2, o_lora_rank=64, sliding_window=32, index_n_heads=4, index_head_dim=32,
-    index_topk=LENGTH, kinds=("heavy", "heavy", "heavy", "sparse", "heavy", "sparse"), strides=(16, 16, 16, 4, 16, 4),
+    qk_rope_head_dim=16, q_lora_rank=64, o_groups=2, o_lora_rank=64, sliding_window=32,
+    index_n_heads=4, index_head_dim=32, index_topk=LENGTH,
+    kinds=("heavy", "heavy", "heavy", "sparse", "heavy", "sparse"), strides=(16, 16, 16, 4, 16, 4),
     rope_theta=10000.0, max_position_embeddings=1024,
 )  # fmt: skip
 
@@ -62,16 +63,16 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
         "rows": [*rows, *({"what": "loss", "step": step, "loss": loss} for step, loss in losses)],
         "notes": [
             f"{PAIRS} pairs in a body of {BODY} tokens, header of up to {HEADER}, question {GAP} tokens and more "
-            f"behind; six layers of width {MODEL.hidden_size}, strides 16 and 4, sliding window {MODEL.sliding_window}, every "
-            f"entry attended to. Adam, {steps} steps of {config.batch} prompts, {count} other prompts a move.",
+            f"behind; six layers of width {MODEL.hidden_size}, strides 16 and 4, window {MODEL.sliding_window}, "
+            f"every entry attended to. Adam, {steps} steps of {config.batch} prompts, {count} other prompts a move.",
         ],
         "tables": [accuracy_table(rows)],
     }
 
 
 def prompts(draw: np.random.Generator, count: int, header: Int[np.ndarray, " N"], pairs: Any = None) -> Any:
-    """Prompts ``[N, LENGTH]`` whose bodies begin at ``header``, and what bodies and questions are made of: ``pairs``, to
-    have the same again behind other headers."""
+    """Prompts ``[N, LENGTH]`` whose bodies begin at ``header``, and what bodies and questions are made of: ``pairs``,
+    to have the same again behind other headers."""
     tokens = draw.integers(2 * NAMES, 3 * NAMES, (count, LENGTH))
     if pairs is None:
         keys = np.argsort(draw.random((count, NAMES)), axis=1)[:, :PAIRS]
