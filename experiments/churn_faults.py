@@ -72,9 +72,9 @@ def false_hints(cache: ContentCache, content: PromptContent, owner: int) -> int:
         (cache.registry.content, content.anchor_ends, content.anchor_fingerprints, window),
         (cache.registry.chain, content.chunk_ends, content.chain_fingerprints, content.chunk_ends),
     ):
-        live, _, bucket = registry.lookup(table, cache.tree, keys)
-        for candidate, slot in zip(*np.nonzero(live), strict=True):
-            page, row_end = int(table.page[bucket[candidate], slot]), int(table.row_end[bucket[candidate], slot])
+        hints = registry.lookup(table, cache.tree, keys)
+        for candidate in np.flatnonzero(hints.live).tolist():
+            page, row_end = int(hints.page[candidate]), int(hints.row_end[candidate])
             end = int(ends[candidate])
             floor = end - int(np.broadcast_to(lengths, ends.shape)[candidate])
             pieces, _ = page_tree.walk_left(cache.tree, content.tokens, end, page, row_end, (owner,), floor=floor)

@@ -25,6 +25,7 @@ NOBODY = -1
 FORGOTTEN = np.uint64(1 << 63)
 # A piece of a text: forgotten already where it may hold a part of a secret.
 FRAGMENT = np.uint64(1 << 62)
+SURELY, PERHAPS = range(2)  # which secrets had a part in a row
 ARCHIVED_PAGES = 8192
 
 
@@ -38,14 +39,18 @@ class Archived(NamedTuple):
 
 
 class Ledger:
-    """Tables ``[N, G]`` by page and row, the violations seen so far, and a note on the first of them."""
+    """Tables ``[N, G]`` by page and row, the violations seen so far, and a note on the first of them.
+
+    ``secrets [N, G, 2]`` says, a bit each, which secrets had a part in a row, ``SURELY`` or ``PERHAPS``: of pages that
+    have the same rows but other histories, a tier gives back either.
+    """
 
     def __init__(self, num_pages: int, page_size: int, row_width: int, reference: Reference):
         shape = (num_pages, page_size)
         self.token = np.full(shape, NOBODY, np.int32)
         self.position = np.zeros(shape, np.int32)
         self.pure = np.zeros(shape, bool)
-        self.secrets = np.zeros(shape, np.uint64)
+        self.secrets = np.zeros((*shape, 2), np.uint64)
         self.rows = np.zeros((*shape, row_width), np.float32)
         self.owner: list[bytes | None] = [None] * num_pages
         self.bitwise = np.zeros(num_pages, bool)  # whether pure means equal bits to this owner
@@ -129,7 +134,8 @@ class Ledger:
         given = reused if self.checks % RECOMPUTE_ALL_EVERY == 0 else reused | bitwise
         self._check_computed(model, storage, tokens, now, base, given, logits)
 
-        influence = np.where(reused, self.secrets[source], np.uint64(mark)) | secrets
+        had = self.secrets[source]
+        influence = np.where(reused[:, None], had, np.uint64(mark)) | secrets[:, None]
         written = ~reused | (page != source[0])  # computed, or copied into a page of this request
         if self.unfinished.pop(request.clock, None) is None:
             self._claim(request)
@@ -137,7 +143,8 @@ class Ledger:
         at = page[written], row[written]
         self.token[at], self.position[at] = tokens[written], np.arange(length)[written]
         self.pure[at], self.rows[at] = bitwise[written], now[written]
-        self.secrets[at] = np.where(reused, influence, np.bitwise_or.accumulate(influence))[written]
+        # A copied row is what it was, even where a secret begins with its token.
+        self.secrets[at] = np.where(reused[:, None], had, np.bitwise_or.accumulate(influence))[written]
 
     def _check_served(
         self, request: Request, source: tuple, base: np.ndarray, reused: np.ndarray, readable: frozenset[bytes]
@@ -150,7 +157,9 @@ class Ledger:
             self._expect(self.position[at] == base[reused], "base position of a served row")
         owners = [self.owner[page] in readable for page in np.unique(at[0]).tolist()]
         self._expect(np.array(owners, bool), "row of another namespace, model or adapter", "leaked")
-        self._expect((self.secrets[at] & self.forgotten) == 0, "row that a forgotten secret had a part in", "leaked")
+        self._expect(
+            (self.secrets[at][:, SURELY] & self.forgotten) == 0, "row that a forgotten secret had a part in", "leaked"
+        )
         bins = plan.bin_of_token[reused]
         exact = bins == EXACT
         self._expect(self.position[at][exact] == position[exact], "position of an exact row")
@@ -218,9 +227,10 @@ class Ledger:
     # The whole cache
 
     def knowing(self, cache: ContentCache, bit: int) -> int:
-        """How many stored rows a secret had a part in."""
+        """How many stored rows a secret may have had a part in."""
         filled = np.arange(self.token.shape[1]) < cache.tree.fill[:, None]
-        return int(((self.secrets & np.uint64(bit)) != 0)[filled & (self.token != NOBODY)].sum())
+        known = (self.secrets[..., PERHAPS] & np.uint64(bit)) != 0
+        return int((known & filled & (self.token != NOBODY)).sum())
 
     def unmark(self, bit: int) -> None:
         """Nobody will ask to forget this any more."""
@@ -234,7 +244,7 @@ class Ledger:
         Returns how many other rows have gone that a ``FRAGMENT`` had a part in.
         """
         dropped = np.arange(self.token.shape[1]) >= cache.tree.fill[:, None]
-        suspect = (self.secrets & (np.uint64(bit) | FRAGMENT)) == FRAGMENT
+        suspect = (self.secrets[..., PERHAPS] & (np.uint64(bit) | FRAGMENT)) == FRAGMENT
         without = int((suspect & dropped & (self.token != NOBODY)).sum())
         self.forgotten |= np.uint64(bit)
         self.audit(cache)
@@ -298,7 +308,9 @@ class Ledger:
             self._note_page(page, tree, key, rows)
             if same:
                 self.pure[page, :fill], self.bitwise[page] = same[-1].pure, same[-1].bitwise
-                self.secrets[page, :fill] = np.bitwise_or.reduce([copy.secrets for copy in same])
+                # Which of the equal pages it is that came back, only the tier knows.
+                self.secrets[page, :fill, SURELY] = np.bitwise_and.reduce([copy.secrets[:, SURELY] for copy in same])
+                self.secrets[page, :fill, PERHAPS] = np.bitwise_or.reduce([copy.secrets[:, PERHAPS] for copy in same])
 
     def audit(self, cache: ContentCache) -> None:
         """Compares every page of the cache with the ledger: owner, tokens, positions, flags, bits and readers."""
@@ -314,7 +326,9 @@ class Ledger:
         self._expect(self.token[at] == tree.tokens[at], "token of a stored row")
         self._expect(self.position[at] == tree.base_position[at[0]] + at[1], "position of a stored row")
         self._expect(self.pure[at] | ~tree.pure[at] | ~self.bitwise[at[0]], "a stored row that is not pure says it is")
-        self._expect((self.secrets[at] & self.forgotten) == 0, "a stored row knows a forgotten secret", "leaked")
+        self._expect(
+            (self.secrets[at][:, SURELY] & self.forgotten) == 0, "a stored row knows a forgotten secret", "leaked"
+        )
         if cache.pool is not None:
             self._expect(same_bits(pool_rows(cache.pool)[at], self.rows[at]), "bits of a stored row changed")
         for page in np.flatnonzero(held).tolist():

@@ -18,7 +18,6 @@ from irminsul.device_registry import lookup
 from irminsul.device_tree import Trail, walk_left, walk_right
 from irminsul.plan import BINS, EVICTED, EXACT, LAST, NEW, REFUSED, ROOT_WINDOW, SHIFTED, SHORT, SINK
 from irminsul.policies import Policy, looked_for
-from irminsul.registry import WAYS
 from pallas_kernels.gear_hash import xxhash64
 from pallas_kernels.gear_hash.uint64 import UInt64
 
@@ -190,15 +189,13 @@ def _exact_prefix(
     index = jnp.arange(ends.shape[0])
     possible = (index == 0) | ((index <= content.num_chunks) & (ends <= stop))
     found = lookup(hints, tree, keys)
-    usable = found.live & possible[:, None] & (tree.namespace[found.page] == namespace) & may.exact
-    # The longest first: candidates from the last to the first, the ways of each in order.
-    order = _next_true(jnp.flip(usable, 0).reshape(-1))
-    last = usable.size
+    usable = found.live & possible & (tree.namespace[found.page] == namespace) & may.exact
+    order, last = _next_true(jnp.flip(usable)), usable.shape[0]  # the longest first
 
     def step(state: tuple) -> tuple:
         at, trail, _, _, _, _ = state
-        candidate, way = ends.shape[0] - 1 - at // WAYS, at % WAYS
-        page, row_end = found.page[candidate, way], found.row_end[candidate, way]
+        candidate = last - 1 - at
+        page, row_end = found.page[candidate], found.row_end[candidate]
         walk = walk_left(tree, content.tokens, trail, ends[candidate], page, row_end, namespace, jnp.int32(0))
         return order[at + 1], walk.trail, walk.at_root & walk.pure, ends[candidate], page, row_end
 
@@ -224,26 +221,23 @@ def _shifted_spans(
     ends, keys, lengths, passed, real = _candidates(content, policy, anchor_window)
     possible = real & (ends > begin) & (ends <= stop) & may.look
     found = lookup(hints, tree, keys)
-    live, stale = found.live & possible[:, None], found.stale & possible[:, None]
-    gone = jnp.any(stale, axis=1) & ~jnp.any(live, axis=1)
+    gone = found.stale & possible
     evicted = _covered(jnp.maximum(begin, ends - lengths), ends, gone, content.tokens.shape[0])
     bins = jnp.where(evicted & (plan.bin_of_token == NEW), EVICTED, plan.bin_of_token).astype(jnp.int8)
-    usable = live & (tree.namespace[found.page] == namespace)
-    order = _next_true(usable.reshape(-1))
-    last = usable.size
+    usable = found.live & possible & (tree.namespace[found.page] == namespace)
+    order, last = _next_true(usable), usable.shape[0]
 
     def step(state: tuple) -> tuple:
         at, position, plan = state
-        candidate, way = at // WAYS, at % WAYS
-        end, length = ends[candidate], lengths[candidate]
-        place = (found.page[candidate, way], found.row_end[candidate, way])
+        end, length = ends[at], lengths[at]
+        place = (found.page[at], found.row_end[at])
         trail, match, verified = _grow(
             tree, content.tokens, plan.trail, position, end, length, stop, place, namespace, policy
         )
         plan, position = _accept(tree, policy, plan._replace(trail=trail), match, position)
         # Behind a verified hint come the candidates that end behind the position reached; else the next hint.
-        next_one = jnp.maximum(candidate + 1, jnp.searchsorted(passed, position, side="right").astype(jnp.int32))
-        return order[jnp.where(verified, jnp.minimum(WAYS * next_one, last), at + 1)], position, plan
+        next_one = jnp.maximum(at + 1, jnp.searchsorted(passed, position, side="right").astype(jnp.int32))
+        return order[jnp.where(verified, jnp.minimum(next_one, last), at + 1)], position, plan
 
     state = (order[0], begin, plan._replace(bin_of_token=bins))
     plan = lax.while_loop(lambda state: state[0] < last, step, state)[2]

@@ -1,40 +1,38 @@
 """The hint tables inside ``jax.jit``: ``registry.lookup`` and ``registry.insert`` with the same result."""
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Int, Int32
 
 from irminsul.device_cache import DeviceHintTable, DevicePageTree
-from irminsul.registry import SAME, STALE, UNUSED
+from irminsul.registry import SAME, STALE, UNUSED, WAYS, Hints
 from pallas_kernels.gear_hash.uint64 import UInt64
 
 
-class Hints(NamedTuple):
-    """Hints found under ``n`` fingerprints: which are ``live`` and which ``stale``, and the places they lead to."""
-
-    live: Bool[Array, "n 8"]
-    stale: Bool[Array, "n 8"]
-    page: Int32[Array, "n 8"]
-    row_end: Int32[Array, "n 8"]
+def _stored_keys(keys: UInt64) -> UInt64:
+    nameless = (keys.high == 0) & (keys.low == 0)
+    return UInt64(keys.high, jnp.where(nameless, jnp.uint32(1), keys.low))
 
 
 def _bucket(table: DeviceHintTable, keys: UInt64) -> Int32[Array, " n"]:
     return (keys.low & jnp.uint32(table.page.shape[0] - 1)).astype(jnp.int32)
 
 
-def _known(table: DeviceHintTable, bucket: Int32[Array, " n"], keys: UInt64) -> Bool[Array, "n 8"]:
-    same = (table.key.high[bucket] == keys.high[:, None]) & (table.key.low[bucket] == keys.low[:, None])
-    return same & (table.serial[bucket] >= 0)
+def _same(table: DeviceHintTable, bucket: Int32[Array, " n"], keys: UInt64) -> Bool[Array, "n 8"]:
+    return (table.key.high[bucket] == keys.high[:, None]) & (table.key.low[bucket] == keys.low[:, None])
 
 
 def lookup(table: DeviceHintTable, tree: DevicePageTree, keys: UInt64) -> Hints:
     """Looks up ``n`` fingerprints, one bucket each."""
+    keys = _stored_keys(keys)
     bucket = _bucket(table, keys)
-    known, page = _known(table, bucket, keys), table.page[bucket]
-    current = tree.serial[page] == table.serial[bucket]
-    return Hints(known & current, known & ~current, page, table.row_end[bucket])
+    same = _same(table, bucket, keys)
+    found = jnp.any(same, axis=1)
+    # Besides fingerprints, only the one slot that holds the same is read, and nothing where none does.
+    slot = jnp.where(found, bucket * WAYS + jnp.argmax(same, axis=1).astype(jnp.int32), 0)
+    page, row_end, serial = (field.reshape(-1)[slot] * found for field in (table.page, table.row_end, table.serial))
+    current = tree.serial[page] == serial
+    return Hints(found & current, found & ~current & (serial >= 0), page, row_end)
 
 
 def insert(
@@ -50,6 +48,7 @@ def insert(
 
     One hint a bucket and round, so that a round is one vectorised update; hashes make rounds few.
     """
+    keys = _stored_keys(keys)
     bucket = _bucket(table, keys)
     rank = _rank_in_bucket(bucket, valid & _last_of_equals(keys, valid))
 
@@ -58,7 +57,7 @@ def insert(
         stale = tree.serial[table.page[bucket]] != table.serial[bucket]
         preference = table.age[bucket] + jnp.where(stale, STALE, 0)
         preference = jnp.where(table.serial[bucket] < 0, UNUSED, preference)
-        preference = jnp.where(_known(table, bucket, keys), SAME, preference)
+        preference = jnp.where(_same(table, bucket, keys), SAME, preference)
         slot = jnp.argmin(preference, axis=1)
         at = (jnp.where(rank == turn, bucket, table.page.shape[0]), slot)  # out of range: dropped
 

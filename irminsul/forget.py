@@ -21,7 +21,7 @@ from irminsul.page_tree import FREE, PageTree
 from irminsul.plan import ROOT_WINDOW, read_content
 from irminsul.pool import LatentPool
 from irminsul.prefill import Request
-from irminsul.registry import HintTable
+from irminsul.registry import HintTable, stored_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _drop_hints(cache: ContentCache, reached: dict[int, int], kept: Int64[np.nda
         _unmake(table, into)
         if parts:
             stale = table.serial != tree.serial[table.page]
-            _unmake(table, stale & np.isin(table.key, np.concatenate(parts)))
+            _unmake(table, stale & np.isin(table.key, stored_keys(np.concatenate(parts))))
 
 
 def _unmake(table: HintTable, hints: Bool[np.ndarray, "K 8"]) -> None:

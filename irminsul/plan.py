@@ -294,18 +294,13 @@ def exact_prefix(
     whole = int(np.searchsorted(content.chunk_ends, stop, side="right"))
     ends = np.concatenate([[min(ROOT_WINDOW, stop)], content.chunk_ends[:whole]])
     keys = np.concatenate([[content.root_fingerprint], content.chain_fingerprints[:whole]])
-    live, _, bucket = registry.lookup(hints.chain, tree, keys)
-    for candidate in np.flatnonzero(live.any(axis=1))[::-1]:
-        end = int(ends[candidate])
-        for slot in np.flatnonzero(live[candidate]):
-            page = int(hints.chain.page[bucket[candidate], slot])
-            row_end = int(hints.chain.row_end[bucket[candidate], slot])
-            if tree.namespace[page] != namespace:
-                continue
-            pieces, at_root = walk_left(tree, tokens, end, page, row_end, owners, pure=True)
-            if at_root:
-                right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=True)
-                return _truncate(join(pieces, right), policy.exact_granularity)
+    found = registry.lookup(hints.chain, tree, keys)
+    for candidate in np.flatnonzero(found.live & (tree.namespace[found.page] == namespace))[::-1]:
+        end, page, row_end = int(ends[candidate]), int(found.page[candidate]), int(found.row_end[candidate])
+        pieces, at_root = walk_left(tree, tokens, end, page, row_end, owners, pure=True)
+        if at_root:
+            right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=True)
+            return _truncate(join(pieces, right), policy.exact_granularity)
     return []
 
 
@@ -338,14 +333,14 @@ def _shifted_spans(
         keep = (ends > begin) & (ends <= stop)
         ends, keys, lengths, passed = ends[keep], keys[keep], lengths[keep], passed[keep]
         found.append(registry.lookup(hints.content, tree, keys))
-    live, stale = np.concatenate([one[0] for one in found], axis=1), np.concatenate([one[1] for one in found], axis=1)
-    bucket = np.stack([one[2] for one in found], axis=1)
-    for candidate in np.flatnonzero(stale.any(axis=1) & ~live.any(axis=1)):
+    live, stale = (np.any([getattr(one, name) for one in found], axis=0) for name in ("live", "stale"))
+    for candidate in np.flatnonzero(stale & ~live):
         window = bins[max(begin, ends[candidate] - lengths[candidate]) : ends[candidate]]
         window[window == NEW] = EVICTED
     spans: list[Span] = []
     position = begin
-    hits = np.flatnonzero(live.any(axis=1))
+    usable = [one.live & (tree.namespace[one.page] == owner) for one, owner in zip(found, owners, strict=True)]
+    hits = np.flatnonzero(np.any(usable, axis=0))
     at = 0
     while at < len(hits):
         candidate = hits[at]
@@ -353,12 +348,8 @@ def _shifted_spans(
         if end <= position:  # a window of a chunk whose beginning has been served
             at += 1
             continue
-        for way in np.flatnonzero(live[candidate]):
-            reader, slot = divmod(way, registry.WAYS)
-            page = int(hints.content.page[bucket[candidate, reader], slot])
-            row_end = int(hints.content.row_end[bucket[candidate, reader], slot])
-            if tree.namespace[page] != readable[reader].namespace:
-                continue
+        for one in (one for one, may in zip(found, usable, strict=True) if may[candidate]):
+            page, row_end = int(one.page[candidate]), int(one.row_end[candidate])
             pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy, owners)
             if not pieces:
                 continue

@@ -13,6 +13,7 @@ have the same form on an accelerator.
 
 import math
 from dataclasses import fields
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import struct
@@ -29,8 +30,8 @@ SAME, UNUSED, STALE = -(2**31), -(2**31) + 1, -(2**30)
 class HintTable:
     """``K`` buckets (a power of two) of eight hints.
 
-    Fields: ``key`` the fingerprint; ``page``, ``row_end``, ``serial`` the place (``serial`` -1: never used); ``age``
-    the clock of the insertion.
+    Fields: ``key`` the fingerprint, 0 in a slot without a hint; ``page``, ``row_end``, ``serial`` the place (``serial``
+    -1: never used); ``age`` the clock of the insertion.
     """
 
     key: UInt64[np.ndarray, "K 8"]
@@ -76,29 +77,40 @@ def new_registry(num_pages: int, page_size: int, tokens_per_anchor: float, mean_
     return Registry(content=new_hint_table(math.ceil(rows / tokens_per_anchor) + chunks), chain=new_hint_table(chunks))
 
 
+def stored_keys(keys: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
+    """Fingerprints as tables hold them: 0 is that of a slot without a hint, so a range that has it is called 1."""
+    return np.maximum(keys, np.uint64(1))
+
+
 def _bucket(table: HintTable, keys: np.ndarray) -> np.ndarray:
     return (keys & np.uint64(table.key.shape[0] - 1)).astype(np.int64)
 
 
-def lookup(
-    table: HintTable, tree: PageTree, keys: UInt64[np.ndarray, " n"]
-) -> tuple[Bool[np.ndarray, "n 8"], Bool[np.ndarray, "n 8"], np.ndarray]:
-    """Looks up ``n`` fingerprints.
+class Hints(NamedTuple):
+    """What is known of ``n`` fingerprints, numpy or jnp: whether there is a hint whose page is what it was (``live``)
+    or has changed hands since (``stale``), and the place a live one leads to."""
 
-    Returns ``(live, stale, bucket)``: which slots of ``bucket [n]`` hold a hint with that fingerprint whose page still
-    is what it was, and which hold one whose page has changed hands since.
-    """
+    live: Bool[Any, " n"]
+    stale: Bool[Any, " n"]
+    page: Int32[Any, " n"]
+    row_end: Int32[Any, " n"]
+
+
+def lookup(table: HintTable, tree: PageTree, keys: UInt64[np.ndarray, " n"]) -> Hints:
+    """Looks up ``n`` fingerprints; each has one slot at most, since insertion takes the slot of the same one."""
+    keys = stored_keys(keys)
     bucket = _bucket(table, keys)
     # One cache line of fingerprints a bucket; the other fields are read only where a fingerprint agrees.
-    same = table.key.take(bucket, axis=0) == keys[:, None]
-    live, stale = np.zeros_like(same), np.zeros_like(same)
-    found = np.flatnonzero(same)
-    slot = bucket[found // WAYS] * WAYS + found % WAYS
+    same = np.flatnonzero(table.key.take(bucket, axis=0) == keys[:, None])
+    slot = bucket[same // WAYS] * WAYS + same % WAYS
     serial = table.serial.reshape(-1)[slot]
-    current = tree.serial[table.page.reshape(-1)[slot]] == serial
-    live.reshape(-1)[found] = current
-    stale.reshape(-1)[found] = ~current & (serial >= 0)
-    return live, stale, bucket
+    found, place = same // WAYS, table.page.reshape(-1)[slot]
+    current = tree.serial[place] == serial
+    live, stale = np.zeros((2, len(keys)), bool)
+    page, row_end = np.zeros((2, len(keys)), np.int32)
+    live[found], stale[found] = current, ~current & (serial >= 0)
+    page[found], row_end[found] = place, table.row_end.reshape(-1)[slot]
+    return Hints(live, stale, page, row_end)
 
 
 def insert(
@@ -110,6 +122,7 @@ def insert(
     clock: int,
 ) -> None:
     """Inserts ``n`` hints in place, in order; of equal fingerprints only the last."""
+    keys = stored_keys(keys)
     _, last = np.unique(keys[::-1], return_index=True)
     pending = np.sort(len(keys) - 1 - last)
     buckets = _bucket(table, keys)
@@ -122,7 +135,7 @@ def insert(
         unused = table.serial[bucket] < 0
         preference = table.age[bucket] + np.where(stale, np.int32(STALE), np.int32(0))
         preference[unused] = UNUSED
-        preference[(table.key[bucket] == keys[now, None]) & ~unused] = SAME
+        preference[table.key[bucket] == keys[now, None]] = SAME
         slot = preference.argmin(axis=1)
         table.key[bucket, slot] = keys[now]
         table.page[bucket, slot] = page[now]

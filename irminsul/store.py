@@ -258,7 +258,8 @@ class Store:
         catalog.touch([catalog.entries[name].slot for name in names if name in catalog.entries])
         pages = [page for page, name in zip(held, names, strict=True) if name not in catalog.entries]
         if pages:
-            computations = computation_objects(catalog, owner, self._pages.carry_to_catalog(cache, pages))
+            numbers, copied = self._pages.carry_to_catalog(cache, pages)
+            computations = computation_objects(catalog, owner, numbers, self._owners, copied)
             records = [self._pages.record(cache, page, content) for page in pages]
             self._write(cache, owner, list(zip(pages, records, strict=True)), computations)
 

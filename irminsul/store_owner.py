@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from irminsul import fingerprint
 from irminsul.cache_format import CacheFormat, digest
@@ -164,12 +164,22 @@ def _difference(owner: Owner, other: Owner | None) -> str:
 # What other tenants have read, and forgetting
 
 
-def computation_objects(catalog: Catalog, owner: Owner, requests: Iterable[int]) -> dict[str, bytes]:
-    """The objects, by key, of computations and all they lead back to that are not stored with an owner yet.
+def computation_objects(
+    catalog: Catalog, owner: Owner, requests: Iterable[int], owners: Mapping[str, Owner], copied: Iterable[int]
+) -> dict[str, bytes]:
+    """The objects, by key, of computations and all they lead back to that are not stored with an owner yet; and of
+    those of ``copied`` that are, with any of ``owners`` (by digest), since they have grown.
 
     Where one has read rows of another tenant (published ones), that tenant is left a note of who did.
     """
-    objects = {}
+    objects = {
+        owners[digest].computation_key(catalog.computations.name(number)): catalog.computations.encode(
+            catalog.cache, number, digest
+        )
+        for number in copied
+        for digest, held in catalog.computations.owners.items()
+        if number in held and digest in owners
+    }
     for number in catalog.computations.add(catalog.cache, requests, owner.digest):
         computation = catalog.cache.provenance.computations[number]
         key = owner.computation_key(catalog.computations.name(number))

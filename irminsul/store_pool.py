@@ -118,13 +118,15 @@ class PoolPages:
 
     # From the pool to the store
 
-    def carry_to_catalog(self, cache: ContentCache, pages: list[int]) -> list[int]:
-        """Tells the catalog what the rows of pages were computed from; returns the computations they come from."""
+    def carry_to_catalog(self, cache: ContentCache, pages: list[int]) -> tuple[list[int], list[int]]:
+        """Tells the catalog what the rows of pages were computed from; returns the computations they come from, and
+        those that it did not know as they are now."""
         clocks = np.unique(cache.tree.writer[pages]).tolist()
         self._catalog.cache, copied = carry(cache, self._catalog.cache, clocks, self.numbers)
         self.clocks |= {number: clock for clock, number in copied.items()}
         known = self._catalog.cache.provenance.computations
-        return [number for clock in clocks if (number := number_in(known, self.numbers, clock)) != UNKNOWN]
+        numbers = [number for clock in clocks if (number := number_in(known, self.numbers, clock)) != UNKNOWN]
+        return numbers, list(copied.values())
 
     def record(self, cache: ContentCache, page: int, content: PromptContent) -> PageRecord:
         """Everything about a page of a sequence but its rows."""

@@ -22,13 +22,19 @@ def carry(
     """Copies the computations of ``requests``, and all they lead back to, from one cache to another.
 
     Args:
-      known: numbers in ``source`` to numbers in ``target``; those still in ``target`` are not copied. Completed.
+      known: numbers in ``source`` to numbers in ``target``; those still in ``target`` are not copied, unless they were
+        while their request went on, and have grown since. Completed.
 
     Returns:
-      The target with its clock advanced by one a computation, and ``known`` of those copied, sources first.
+      The target with its clock advanced by one a new computation, and ``known`` of those copied, sources first.
     """
     there, here = target.provenance.computations, source.provenance.computations
-    needed = led_back_to(here, requests, lambda request: known.get(request) in there)
+
+    def is_whole(request: int) -> bool:
+        copy = there.get(known.get(request, UNKNOWN))
+        return copy is not None and copy.length >= here[request].length
+
+    needed = led_back_to(here, requests, is_whole)
     copied = {}
     for request in needed:
         computation, sources = here[request], here[request].sources.copy()
@@ -36,10 +42,12 @@ def carry(
             line[WRITER] = number_in(there, known, int(line[WRITER]))
             target, line[NAMESPACE] = open_namespace(target, source.namespaces[line[NAMESPACE]])
         target, namespace = open_namespace(target, source.namespaces[computation.namespace])
-        target = dataclasses.replace(target, clock=target.clock + 1)
-        target.tree.clock[...] = target.clock
-        there[target.clock] = dataclasses.replace(computation, namespace=namespace, sources=sources)
-        known[request] = copied[request] = target.clock
+        number = number_in(there, known, request)
+        if number == UNKNOWN:
+            target = dataclasses.replace(target, clock=target.clock + 1)
+            target.tree.clock[...] = number = target.clock
+        there[number] = dataclasses.replace(computation, namespace=namespace, sources=sources)
+        known[request] = copied[request] = number
     return target, copied
 
 

@@ -85,6 +85,30 @@ def test_rows_outlive_the_batch_in_its_store(batcher, model):
         assert again.tickets[new].bins["exact"] + again.tickets[new].bins["shifted"] == 0
 
 
+def test_what_an_answer_led_to_is_forgotten_in_the_store(batcher, model):
+    """A request is stored while another still decodes whose rows it read; the store hears of that one's answer, too."""
+    kv = memory_store()
+    batch = batcher("prefix", Store(kv, model, CONFIG))
+    with batch.store:
+        first = batch.submit(PROMPT, max_new_tokens=11)
+        early = batch.submit(np.concatenate([PROMPT, random_tokens(1, 11)]))
+        step_until(batch, early, "done")
+        assert batch.tickets[first].status == "running"
+        batch.run()
+        said = np.array(batch.tickets[first].tokens[:-1], np.int32)
+        late = batch.submit(np.concatenate([PROMPT, said, random_tokens(2, 11)]))
+        batch.run()
+        assert batch.tickets[late].bins["exact"] == len(PROMPT) + len(said)
+    for forgotten in (False, True):  # by a process that knows all this from the store alone
+        with Store(kv, model, CONFIG) as store:
+            again = batcher("prefix", store)
+            number = again.submit(batch.tickets[late].prompt)
+            again.run()
+            assert (again.tickets[number].bins["exact"] > len(PROMPT) + len(said)) == (not forgotten)
+            if not forgotten:
+                assert again.forget(said[-4:]).requests >= 2
+
+
 def test_isolated_answers_are_a_function_of_the_prompt(batcher, engine):
     """In whatever company, and those of the engine; a cancelled one leaves only chunks that are whole."""
     prompts = [np.concatenate([random_tokens(seed, 31), PROMPT[40:250]]) for seed in range(3)]
