@@ -20,6 +20,7 @@ from command_line.command import DONE, FOUND_WANTING, Command, own_flags, print_
 from experiments import report
 from experiments.errors import InputError
 from models import pretrained
+from pallas_kernels.experts_swiglu.api import experts_swiglu
 from pallas_kernels.rotary import rotary_table
 from pallas_kernels.rotate_keys.api import rotate_keys
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
@@ -82,12 +83,27 @@ def _turning(dtype: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     return rotate_keys, _cast(operands, dtype)
 
 
+def _experts(dtype: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    tokens, width, inner, experts, chosen = SPEC.query_tokens, 512, 256, 8, 2
+    keys = jax.random.split(jax.random.key(0), 6)
+    shapes = {"x": (tokens, width), "gate": (experts, width, inner), "up": (experts, width, inner)}
+    shapes |= {"down": (experts, inner, width)}
+    operands: dict[str, Any] = {
+        name: (jax.random.normal(key, shape) * shape[1] ** -0.5).astype(jnp.bfloat16)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
+    }
+    operands["experts"] = jax.random.randint(keys[4], (tokens, chosen), 0, experts)
+    operands["weights"] = jax.random.uniform(keys[5], (tokens, chosen))
+    return experts_swiglu, _cast(operands, dtype)
+
+
 # By name: the operands of a small problem, and the implementations that its interface names.
 OPS = {
     "rotated_latent_attention": (_latent, IMPLEMENTATIONS),
     "expanded_latent_attention": (_expanded, IMPLEMENTATIONS),
     "rotated_grouped_attention": (_grouped, IMPLEMENTATIONS),
     "rotate_keys": (_turning, ("xla", "mosaic_gpu")),
+    "experts_swiglu": (_experts, ("xla", "mosaic_gpu")),
 }
 
 
