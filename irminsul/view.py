@@ -25,8 +25,10 @@ from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
 from pallas_kernels.rotated_grouped_attention.reference import rotated_grouped_attention_with_reach
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, rotated_latent_attention
-from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention_with_reach
-from pallas_kernels.rotated_latent_attention.reference import rotated_latent_attention_with_reach
+from pallas_kernels.rotated_latent_attention.reach import (
+    expanded_latent_attention_with_reach,
+    rotated_latent_attention_with_reach,
+)
 
 Form = Literal["absorbed", "expanded"]
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
@@ -131,13 +133,15 @@ class PagedView:
         reach = None
         if self.form == "expanded":
             operands = (q_nope, q_rope, self.query_position, *pages, w_uk, w_uv)
-            if self._needs_xla:
+            if self._needs_more:
                 out, lse, reach = expanded_latent_attention_with_reach(
                     *operands,
                     scale=scale,
                     storage=self.storage,
                     distances=self._distances,
+                    packed=self.packed,
                     latent_scale=view.pool.latent_scale,
+                    implementation=self.implementation,
                 )
             else:
                 out, lse = expanded_latent_attention(
@@ -149,13 +153,14 @@ class PagedView:
                 )
             return out, lse, reach, view.pool
         absorbed = (jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, self.query_position, self.query_offsets, *pages)
-        if self._needs_xla:
+        if self._needs_more:
             out, lse, reach = rotated_latent_attention_with_reach(
                 *absorbed,
                 scale=scale,
                 storage=self.storage,
                 distances=self._distances,
                 latent_scale=view.pool.latent_scale,
+                implementation=self.implementation,
             )
         else:
             out, lse = rotated_latent_attention(
@@ -184,7 +189,7 @@ class PagedView:
             view.page_table,
             rotary,
         )
-        if self._needs_xla:
+        if self._needs_more:
             return *rotated_grouped_attention_with_reach(
                 *operands, key_heads=key_heads, scale=scale, storage=self.storage,
                 distances=self._distances, value_scale=view.pool.latent_scale,
@@ -220,8 +225,8 @@ class PagedView:
         return dataclasses.replace(self.pool, dependence=stored)
 
     @property
-    def _needs_xla(self) -> bool:
-        """Whether only the XLA forms serve: they measure how far attention reaches, and read quantised rows."""
+    def _needs_more(self) -> bool:
+        """Whether the plain ops do not serve: reach is measured, or rows are quantised."""
         if self.implementation not in (None, "xla"):
             if self.pool.latent_scale is not None:
                 raise NotImplementedError(
