@@ -59,7 +59,7 @@ def metric(url, name):
 
 
 def wait_for(what):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.05)
