@@ -19,16 +19,28 @@ from experiments.plots import STYLE, TITLE_WIDTH
 
 REPAIR = "irminsul+repair"
 Rows = Sequence[dict[str, Any]]
-COLOURS = ("#1f4e8c", "#d9622b", "#b3362c", "#2e8b57", "#7b5ea7", "#8c8c8c", "#6baed6", "#c99a2e", "#3b3b3b")
+SMALLEST_KL = 1e-8  # nats; below it is rounding
+# What is drawn, in this order; the others coincide with one of them or are no point of a curve.
+KINDS = {
+    "full": ("#3b3b3b", "full prefill"),
+    "naive": ("#b3362c", "keys not turned"),
+    "isolated": ("#8c8c8c", "isolated"),
+    "epic": ("#c99a2e", "EPIC"),
+    "cacheblend": ("#d9622b", "CacheBlend"),
+    "irminsul+repair": ("#1f4e8c", "irminsul+repair"),
+    "oracle": ("#2e8b57", "oracle (knows full prefill)"),
+    "irminsul": ("#7b5ea7", "irminsul, nothing recomputed"),
+}
 
 
 def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
-    """The study's result; draws ``accuracy.png``."""
+    """The study's result; draws ``accuracy.png`` and ``divergence.png``."""
     notes = list(dict.fromkeys(row["weights"] for row in rows))
     cells = cells_of(rows, config.draws, config.seed)
     summary = summarise(cells)
     title = headline(cells)
-    plot(cells, title, out / "accuracy.png")
+    plot(cells, "exact_match", title, out / "accuracy.png")
+    plot(cells, "kl", title, out / "divergence.png")
     public = [{name: value for name, value in row.items() if name not in ("kl_tokens", "weights")} for row in rows]
     return {
         "title": title,
@@ -40,7 +52,7 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
             "Every chunk was cached behind another context. Intervals: 95 % of a paired bootstrap over items.",
         ],
         "tables": [table(cells, model) for model in dict.fromkeys(cell["model"] for cell in cells)],
-        "figures": ["accuracy.png"],
+        "figures": ["accuracy.png", "divergence.png"],
     }
 
 
@@ -195,13 +207,17 @@ def table(cells: list[dict[str, Any]], model: str) -> str:
     return f"## {model}\n\n" + report.markdown_table(header, rows)
 
 
-def plot(cells: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Right answers against the share of reused tokens recomputed: a panel a task, a line a kind of policy."""
+def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> None:
+    """A quantity against the share of reused tokens recomputed, of the first model: a panel a task, a line a policy.
+
+    Lines begin at what all of them are without a budget; full prefill is a dashed line (its divergence is 0).
+
+    Args:
+      quantity: "exact_match", or "kl" on a logarithmic axis.
+    """
     model = cells[0]["model"]
     cells = [cell for cell in cells if cell["model"] == model]
     tasks = list(dict.fromkeys(cell["task"] for cell in cells))
-    kinds = list(dict.fromkeys(cell["policy"].split(":")[0] for cell in cells))
-    colours = dict(zip(kinds, COLOURS * 2, strict=False))
     columns = min(4, len(tasks))
     lines = -(-len(tasks) // columns)
     with plt.rc_context(STYLE):
@@ -210,24 +226,39 @@ def plot(cells: list[dict[str, Any]], title: str, path: Path) -> None:
             layout="constrained",
         )  # fmt: skip
         for axis, task in zip(axes.flat, tasks, strict=False):
-            for kind in kinds:
-                line = [cell for cell in cells if cell["task"] == task and cell["policy"].split(":")[0] == kind]
-                line = sorted(line, key=lambda cell: cell["recomputed"])
-                x = [100 * (1.0 if kind == "full" else cell["recomputed"]) for cell in line]
-                y = [cell["exact_match"] for cell in line]
-                spread = np.abs(np.array([cell["exact_match_interval"] for cell in line]).T - y)
-                axis.errorbar(x, y, spread, fmt="o-", markersize=4, color=colours[kind], label=kind, linewidth=1)
+            _panel(axis, [cell for cell in cells if cell["task"] == task], quantity)
             axis.set_title(task.replace("_", " "), fontsize=9, loc="left")
-            axis.set_xlim(-4, 104)
         for axis in list(axes.flat)[len(tasks) :]:
             axis.remove()
         for axis in list(axes.flat)[max(0, len(tasks) - columns) : len(tasks)]:
             axis.set_xlabel("recomputed (% of reused tokens)")
             axis.tick_params(labelbottom=True)
         for row in axes:
-            row[0].set_ylabel("right answers")
+            row[0].set_ylabel("right answers" if quantity == "exact_match" else "KL to full prefill (nats)")
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
         figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
+
+
+def _panel(axis: Any, cells: list[dict[str, Any]], quantity: str) -> None:
+    blind = [cell for cell in cells if cell["policy"] == "irminsul"]
+    for kind, (colour, label) in KINDS.items():
+        line = [cell for cell in cells if cell["policy"].split(":")[0] == kind]
+        if not line:
+            continue
+        if kind == "full":
+            if quantity == "exact_match":
+                axis.axhline(line[0][quantity], color=colour, linestyle="--", linewidth=1, label=label)
+            continue
+        if ":" in line[0]["policy"]:
+            line = blind + sorted(line, key=lambda cell: cell["recomputed"])
+        x = [100 * cell["recomputed"] for cell in line]
+        y = np.array([cell[quantity] for cell in line])
+        spread = np.abs(np.array([cell[f"{quantity}_interval"] for cell in line]).T - y)
+        if quantity == "kl":
+            y, spread = np.maximum(y, SMALLEST_KL), np.minimum(spread, np.maximum(y, SMALLEST_KL) * 0.99)
+        axis.errorbar(x, y, spread, fmt="o-", markersize=3.5, color=colour, label=label, linewidth=1)
+    if quantity == "kl":
+        axis.set_yscale("log")
