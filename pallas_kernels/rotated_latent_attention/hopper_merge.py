@@ -1,13 +1,14 @@
 """Merging splits on NVIDIA Hopper (Mosaic GPU): results of all programs that share a tile, as rows of ``[M, H]``.
 
-One program a token and head reads the row of every split once, ``SPLITS_AT_ONCE`` of them in flight, with the running
-maximum of an online softmax over their log-sum-exps, and writes the merged row where it belongs. In XLA the same is
-half a dozen kernels, which for short tables take as long as attention itself.
+One program a token and head. Its warpgroups share the splits, read the row of each once, ``SPLITS_AT_ONCE`` of them in
+flight, and hold an online softmax over their log-sum-exps; the first of them merges what they found and writes the row
+where it belongs. In XLA the same is half a dozen kernels, which for short tables take as long as attention itself.
 """
 
 from functools import partial
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.rotated_latent_attention.hopper_schedule import FLOOR
 
 SPLITS_AT_ONCE = 16
+MAX_WARPGROUPS = 4
 THREADS = 128
 
 
@@ -33,32 +35,37 @@ def merge_splits(
     ``place`` says where among the tokens of all tiles each token stands; a negative one stands nowhere.
     """
     splits, width = out.shape[0], out.shape[-1]
-    tokens = place.shape[0]
-    merged, total = plgpu.kernel(
-        partial(_body, heads=heads, interpret=interpret),
+    warpgroups = min(MAX_WARPGROUPS, -(-splits // SPLITS_AT_ONCE))
+    return plgpu.kernel(
+        partial(_body, heads=heads, warpgroups=warpgroups, interpret=interpret),
         out_type=(
-            jax.ShapeDtypeStruct((tokens, heads, width), dtype),
-            jax.ShapeDtypeStruct((tokens, heads), jnp.float32),
+            jax.ShapeDtypeStruct((place.shape[0], heads, width), dtype),
+            jax.ShapeDtypeStruct((place.shape[0], heads), jnp.float32),
         ),
-        grid=(tokens, heads),
+        grid=(place.shape[0], heads),
         grid_names=("token", "head"),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types={
+            "outs": plgpu.SMEM((warpgroups, width), jnp.float32),
+            # Of each warpgroup: maximum and sum of weights.
+            "softmax": plgpu.SMEM((2 * warpgroups,), jnp.float32),
+            "found": plgpu.Barrier(num_arrivals=warpgroups),
+        },
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )(place, out.reshape(splits, -1, width), lse.reshape(splits, -1))
-    return merged, total
 
 
-def _body(place_ref, out_ref, lse_ref, merged_ref, total_ref, *, heads, interpret):
-    token, head = lax.axis_index("token"), lax.axis_index("head")
+def _body(place_ref, out_ref, lse_ref, merged_ref, total_ref, *, heads, warpgroups, interpret, outs, softmax, found):
+    token, head, me = lax.axis_index("token"), lax.axis_index("head"), lax.axis_index("warpgroup")
     splits, _, width = out_ref.shape
     place = place_ref[token]
     row = jnp.maximum(place, 0) * heads + head
     strided = plgpu.Layout.WG_STRIDED((width,), max(1, width // THREADS))
 
-    def some_splits(first, count, state):
+    def merge(parts, values, state):
         out, maximum, total = state
-        parts = [lse_ref[first + index, row] for index in range(count)]
-        values = [plgpu.load(out_ref.at[first + index, row], layout=strided) for index in range(count)]
         new = maximum
         for part in parts:
             new = jnp.maximum(new, part)
@@ -69,17 +76,50 @@ def _body(place_ref, out_ref, lse_ref, merged_ref, total_ref, *, heads, interpre
             out, total = out + value * weight, total + weight
         return out, new, total
 
+    def some_splits(first, count, state):
+        """``count`` splits from ``first`` on, each ``warpgroups`` further; beyond the last there is nothing."""
+        indices = [first + index * warpgroups for index in range(count)]
+        inside = [jnp.minimum(index, splits - 1) for index in indices]
+        parts = [jnp.where(i < splits, lse_ref[at, row], -jnp.inf) for i, at in zip(indices, inside, strict=True)]
+        values = [plgpu.load(out_ref.at[at, row], layout=strided) for at in inside]
+        return merge(parts, values, state)
+
     nothing = jnp.zeros(width, jnp.float32)
     state = (nothing if interpret else plgpu.layout_cast(nothing, strided), jnp.float32(FLOOR), jnp.float32(0))
-    odd = splits % SPLITS_AT_ONCE
-    if odd:
-        state = some_splits(0, odd, state)
-    rounds = splits // SPLITS_AT_ONCE
+    mine = -(-splits // warpgroups)
+    at_once = min(mine, SPLITS_AT_ONCE)
     state = lax.fori_loop(
-        0, rounds, lambda index, state: some_splits(odd + index * SPLITS_AT_ONCE, SPLITS_AT_ONCE, state), state
+        0,
+        -(-mine // at_once),
+        lambda step, state: some_splits(me + step * at_once * warpgroups, at_once, state),
+        state,
     )
-    out, maximum, total = state
-    seen = (total > 0) & (place >= 0)
-    safe = jnp.where(seen, total, 1.0)
-    merged_ref.at[token, head][...] = (out * jnp.where(seen, 1 / safe, 0.0)).astype(merged_ref.dtype)
-    total_ref[token, head] = jnp.where(seen, maximum + jnp.log(safe), -jnp.inf)
+
+    def write(state):
+        out, maximum, total = state
+        seen = (total > 0) & (place >= 0)
+        safe = jnp.where(seen, total, 1.0)
+        merged_ref.at[token, head][...] = (out * jnp.where(seen, 1 / safe, 0.0)).astype(merged_ref.dtype)
+        total_ref[token, head] = jnp.where(seen, maximum + jnp.log(safe), -jnp.inf)
+
+    if warpgroups == 1:
+        write(state)
+        return
+    outs.at[me][...] = state[0]
+    softmax[2 * me], softmax[2 * me + 1] = state[1], state[2]
+    plgpu.barrier_arrive(found)
+
+    @pl.when(me == 0)
+    def _merge():
+        plgpu.barrier_wait(found)
+        out, maximum, total = state
+        new = maximum
+        for other in range(1, warpgroups):
+            new = jnp.maximum(new, softmax[2 * other])
+        rescale = jnp.exp(maximum - new)
+        out, total = out * rescale, total * rescale
+        for other in range(1, warpgroups):
+            rescale = jnp.exp(softmax[2 * other] - new)
+            out += plgpu.load(outs.at[other], layout=strided) * rescale
+            total += softmax[2 * other + 1] * rescale
+        write((out, new, total))
