@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ SUMMARY = (
     "forgets",
     "corrupt_objects_survived",
 )
-DETAILS = ("tokens", "refused", "batched_requests", "forgets_put_off")
+DETAILS = ("tokens", "refused", "batched_requests", "forgets_put_off", "crashes")
 STORAGES = ("base", "unrotated")
 # One thread a worker; workers are many, and what they compute is small.
 SINGLE_THREAD = {
@@ -76,8 +77,8 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     return {
         "title": (
             f"{summary['operations']:,} operations: {summary['wrong_rows']:,} wrong rows, {summary['leaked_rows']:,} "
-            f"leaked, {summary['lost_pages']:,} pages lost; {summary['exact_hits']:,} rows served exact and "
-            f"{summary['shifted_hits']:,} shifted"
+            f"leaked, {summary['lost_pages']:,} pages lost, {sum(row['crashes'] for row in rows)} crashes; "
+            f"{summary['exact_hits']:,} rows served exact and {summary['shifted_hits']:,} shifted"
         ),
         "summary": summary,
         "rows": rows,
@@ -106,9 +107,15 @@ def run_leg(worker: Worker, length: int) -> dict[str, Any]:
     churn = Churn(worker.seed, worker.num_pages, worker.storage)
     if worker.path.exists():
         churn.restore(worker.path)
-    for _ in range(min(length, worker.operations - churn.operation)):
-        churn.step()
-    churn.save(worker.path)
+    try:
+        for _ in range(min(length, worker.operations - churn.operation)):
+            churn.step()
+        churn.save(worker.path)
+    except Exception:  # a finding like any other: the worker stops, and the report says where
+        churn.counts["crashes"] += 1
+        churn.ledger.notes.append(
+            f"crash in operation {churn.operation} of seed {worker.seed}:\n```\n{traceback.format_exc()}```"
+        )
     kinds = {"wrong_rows": "wrong", "leaked_rows": "leaked", "lost_pages": "lost", "evictions": "evictions"}
     found = {name: churn.ledger.counts[kind] for name, kind in kinds.items()}
     counts = Counter(churn.counts)
@@ -128,7 +135,8 @@ def _run_workers(workers: list[Worker], config: ConfigDict) -> dict[int, dict[st
             for future in finished:
                 worker, result = running.pop(future), future.result()
                 done[worker.seed] = result
-                if result["operations"] < worker.operations and time.monotonic() < deadline:
+                unfinished = result["operations"] < worker.operations and not result["crashes"]
+                if unfinished and time.monotonic() < deadline:
                     running[executor.submit(run_leg, worker, config.leg)] = worker
             progress.update(sum(result["operations"] for result in done.values()) - progress.n)
     return done

@@ -81,7 +81,9 @@ def _equal_ranges(
     lanes = np.repeat(start[:, None], len(begins), axis=1)
     for stripe in range(0, len(words), len(lanes)):
         lanes = _round(lanes, words[stripe : stripe + len(lanes)])
-    state = sum(_rotate_left(lane, count) for lane, count in zip(lanes, (1, 7, 12, 18), strict=True))
+    state = np.zeros(len(begins), np.uint64)
+    for lane, count in zip(lanes, (1, 7, 12, 18), strict=True):
+        state += _rotate_left(lane, count)
     for lane in _round(np.zeros_like(lanes), lanes):
         state = (state ^ lane) * _PRIME1 + _PRIME4
     state += np.uint64(4 * length)

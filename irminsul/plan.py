@@ -348,8 +348,8 @@ def _shifted_spans(
         if end <= position:  # a window of a chunk whose beginning has been served
             at += 1
             continue
-        for one in (one for one, may in zip(found, usable, strict=True) if may[candidate]):
-            page, row_end = int(one.page[candidate]), int(one.row_end[candidate])
+        for hint in (hint for hint, may in zip(found, usable, strict=True) if may[candidate]):
+            page, row_end = int(hint.page[candidate]), int(hint.row_end[candidate])
             pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy, owners)
             if not pieces:
                 continue

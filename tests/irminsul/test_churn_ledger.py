@@ -156,6 +156,21 @@ def test_a_run_says_what_it_did_and_goes_on_where_it_stopped(tmp_path):
     assert churn.run(quick_config(), tmp_path / "parts")["rows"] == whole["rows"]
 
 
+def test_a_crash_is_reported_and_stops_its_worker_alone(tmp_path, monkeypatch):
+    step = churn.Churn.step
+
+    def fragile(self):
+        if self.operation == 3:
+            raise RuntimeError("out of luck")
+        step(self)
+
+    monkeypatch.setattr(churn.Churn, "step", fragile)
+    result = churn.run(quick_config(), tmp_path)
+    assert result["rows"][0]["crashes"] == 1
+    assert "1 crashes" in result["title"]
+    assert "operation 3" in result["rows"][0]["notes"][-1]
+
+
 @pytest.mark.parametrize(
     ("changes", "named"), [({"operations": 0}, "operations"), ({"num_pages": 3}, "num_pages"), ({"leg": 0}, "leg")]
 )
