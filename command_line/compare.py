@@ -12,7 +12,11 @@ from experiments.compare import Difference
 from experiments.errors import InputError
 
 HEADER = ("", "where", "figure", "A", "B", "change", "95 % interval of B - A", "by")
-WIDE = "main { max-width: 86rem; }"
+STYLE = """
+main { max-width: 86rem; }
+.sides { display: grid; gap: 0 1rem; grid-template-columns: 1fr 1fr; }
+@media (max-width: 48rem) { .sides { grid-template-columns: minmax(0, 1fr); } }
+"""
 NOTE = (
     "Marked (*) are differences beyond noise: their 95 % interval does not hold zero. Noise is what repeated runs, or "
     "else the rows of each run, differ by; rows are taken as independent, and one in twenty is marked by chance."
@@ -43,7 +47,7 @@ def _run(arguments: list[str], values: flags.FlagValues) -> int:
     found = compare.differences(first, second)
     settings = compare.settings(first, second)
     if values.out:
-        _write(Path(values.out), first, found, settings)
+        _write(Path(values.out), first, found, settings, _plots(*map(Path, names)))
     if values.json:
         entries = [dataclasses.asdict(entry) | {"beyond_noise": entry.beyond_noise} for entry in found]
         print_json({"settings": settings, "differences": entries})
@@ -57,18 +61,32 @@ def _run(arguments: list[str], values: flags.FlagValues) -> int:
     return DONE
 
 
-def _write(out: Path, first: list[dict[str, Any]], found: list[Difference], settings: list[Any]) -> None:
+def _plots(first: Path, second: Path) -> str:
+    """Plots that both runs have, side by side."""
+    shared = [path for path in sorted(first.glob("*.png")) if (second / path.name).is_file()] if first.is_dir() else []
+    sides = [
+        page.figure(folder / path.name, f"{path.stem} of {side}")
+        for path in shared
+        for side, folder in (("A", first), ("B", second))
+    ]
+    return f'<h2>Plots, A and B</h2><div class="sides">{"".join(sides)}</div>' if sides else ""
+
+
+def _write(out: Path, first: list[dict[str, Any]], found: list[Difference], settings: list[Any], plots: str) -> None:
     marks = [entry.beyond_noise for entry in found]
     body = [
         page.from_markdown(f"# {title(first, found)}\n\n{NOTE}\n", out),
         page.from_markdown("## Where the runs differ\n", out),
         page.table(("", "A", "B"), settings) if settings else "<p>In no setting, device or version.</p>",
+        plots,
         page.from_markdown("## Figures\n", out),
         page.table(HEADER, map(_cells, found), marks),
     ]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "compare.html").write_text(page.whole("Comparison of two runs", "\n".join(body), WIDE), encoding="utf-8")
+        (out / "compare.html").write_text(
+            page.whole("Comparison of two runs", "\n".join(body), STYLE), encoding="utf-8"
+        )
     except OSError as error:
         raise InputError(f"out={out}: cannot be written ({error.strerror}); name another folder") from error
 

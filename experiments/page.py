@@ -58,11 +58,14 @@ def from_markdown(text: str, folder: Path) -> str:
 
 def _inlined(found: re.Match[str], folder: Path) -> str:
     path = folder / found[1]
-    if not path.is_file():
-        return found[0]
+    return figure(path, html.unescape(found[2])) if path.is_file() else found[0]
+
+
+def figure(path: Path, text: str) -> str:
+    """An image with its bytes in the page, and what it shows for who cannot see it."""
     data = base64.b64encode(path.read_bytes()).decode("ascii")
     kind = "svg+xml" if path.suffix == ".svg" else path.suffix.lstrip(".")
-    return f'<figure><img src="data:image/{kind};base64,{data}" alt="{found[2]}"></figure>'
+    return f'<figure><img src="data:image/{kind};base64,{data}" alt="{html.escape(text)}"></figure>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], marked: Iterable[bool] = ()) -> str:

@@ -56,11 +56,13 @@ def test_the_command(tmp_path, capsys):
     for name, run in (("a", result(1)), ("b", result(3, shift=0.3)), ("c", result(1, study="roc"))):
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(run))
+        (tmp_path / name / f"{'plot' if name != 'c' else 'other'}.png").write_bytes(b"\x89PNG not really")
     arguments = ["compare", str(tmp_path / "a"), str(tmp_path / "b")]
     assert main([*arguments, "--out", str(tmp_path / "page")]) == 0
     assert "| * | b | timings.ms |" in capsys.readouterr().out
     text = (tmp_path / "page" / "compare.html").read_text()
     assert text.count('<tr class="marked">') == 2
+    assert text.count('alt="plot of') == 2
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
     assert "replay and roc" in capsys.readouterr().err
     (tmp_path / "b" / "result.json").write_text("{}")
