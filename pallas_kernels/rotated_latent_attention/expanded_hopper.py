@@ -11,6 +11,7 @@ every query of a tile sees take no mask, blocks that none sees are not read.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -145,7 +146,8 @@ def attend_packed(
     rows_at_once = max(1, -(-min(rows_at_once, capacity) // BLOCK_ROWS)) * BLOCK_ROWS
     chunks = -(-capacity // rows_at_once)
     position = jnp.pad(query_position, (0, spare), constant_values=-1)
-    query, query_rope = (None if x is None else jnp.pad(x, ((0, spare), (0, 0), (0, 0))) for x in (query, query_rope))
+    padding = ((0, spare), (0, 0), (0, 0))
+    query, query_rope = jnp.pad(query, padding), None if query_rope is None else jnp.pad(query_rope, padding)
     fills = (0, 0, 0, NEVER)
     columns = [
         jnp.pad(column, (0, chunks * rows_at_once - capacity), constant_values=fill)
@@ -171,13 +173,10 @@ def attend_packed(
         beyond = (nearest[..., None] <= reached[None]).astype(jnp.float32)
         return jnp.einsum("HGM,GMK->HMK", weight, beyond, precision=lax.Precision.HIGHEST)
 
-    if chunks == 1:
-        out, lse = attend(0)
-    else:
-        padded = tokens + spare
-        start = (jnp.zeros((heads, padded, value_width + len(distances))), jnp.full((heads, padded), -jnp.inf))
-        steps = -(-rows.total // rows_at_once)
-        out, lse = lax.fori_loop(0, steps, lambda chunk, state: _merge(state, attend(chunk)), start)
+    out, lse = attend(0)  # most prompts end here, and nothing is merged
+    if chunks > 1:
+        parts = -(-rows.total // rows_at_once)
+        out, lse = lax.fori_loop(1, parts, lambda chunk, state: _merge(state, attend(chunk)), (out, lse))
     out = out[:, :tokens].swapaxes(0, 1)
     return out[..., :value_width].astype(query.dtype), lse[:, :tokens].T, out[..., value_width:]
 
@@ -243,7 +242,7 @@ def attend_rows(
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
     queries = TILE_QUERIES // COMPUTE_WARPGROUPS
-    rope = {}
+    rope: dict[str, Any] = {}
     if turned:
         rope["query_rope"] = tile((COMPUTE_WARPGROUPS, queries, turned[0].shape[-1]))
         rope["rope_keys"] = tile((STAGES, BLOCK_ROWS, turned[1].shape[-1]))
@@ -259,7 +258,8 @@ def attend_rows(
         grid_names=("head", "tile"),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
-        scratch_types={
+        scratch_types=rope
+        | {
             "query": tile((COMPUTE_WARPGROUPS, queries, key_width)),
             "keys": tile((STAGES, BLOCK_ROWS, key_width)),
             "values": tile((STAGES, BLOCK_ROWS, value_width)),
@@ -269,8 +269,7 @@ def attend_rows(
             "keys_used": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES),
             "values_used": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=STAGES),
             "turn": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS),
-        }
-        | rope,
+        },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512
         ),
