@@ -30,6 +30,14 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
 from pallas_kernels.rotated_latent_attention.hopper_splits import tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, pack, tile_queries, unpack
 
+# What was fastest on an H200 (``docs/log.md``): by whether tiles are of one token, and whether neighbours read the same.
+TUNED = {
+    (True, False): hopper_rows.Options("weights_first"),
+    (True, True): hopper_rows.Options("weights_first"),
+    (False, False): hopper_rows.Options("maximum_first", turn_beside=True),
+    (False, True): hopper_rows.Options("maximum_first", turn_beside=True),
+}
+
 
 @struct.dataclass
 class Plan:
@@ -163,11 +171,9 @@ def plan(
     return Plan(tiles, schedule, in_columns, rotary.interleaved)
 
 
-def tuned_options(tiles: Tiles) -> hopper_rows.Options:
-    """What was fastest on an H200 (``docs/log.md``): where tiles are of one token, and of several."""
-    if tiles.in_order:
-        return hopper_rows.Options("weights_first")
-    return hopper_rows.Options("maximum_first", turn_beside=True)
+def tuned_options(tiles: Tiles, interpret: bool) -> hopper_rows.Options:
+    """Of the kernel in rows. The interpreter has no thread for each warpgroup of a cluster on a small machine."""
+    return TUNED[tiles.in_order, tiles.neighbours_share and not interpret]
 
 
 def attend(
@@ -223,7 +229,7 @@ def _attend_tiles(
     if planned.in_columns:
         out, lse = hopper_columns.attend_tiles(*operands, **settings)
     else:
-        options = tuned_options(tiles) if options is None else options
+        options = tuned_options(tiles, interpret) if options is None else options
         out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
     return out, lse, mass
 
