@@ -216,3 +216,17 @@ class A:
     assert undocumented(ast.parse(source)) == ["f (line 2)", "A.g (line 5)", "A.k (line 10)"]
     missing = {str(path.relative_to(ROOT)): undocumented(ast.parse(path.read_text())) for path in modules(DOCUMENTED)}
     assert {path: names for path, names in missing.items() if names} == {}
+
+
+def test_wheels_hold_every_file_that_is_no_module():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(settings["packages"]["find"]["include"]) == {f"{name}*" for name in PACKAGES}
+    held = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / package).glob(pattern)
+    }
+    others = [path for path in tracked_files() if path.relative_to(ROOT).parts[0] in PACKAGES and path.suffix != ".py"]
+    assert [path for path in others if path not in held] == []
+    assert all((ROOT / package / "py.typed") in held for package in PACKAGES)
