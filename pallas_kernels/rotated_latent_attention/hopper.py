@@ -30,7 +30,7 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
 from pallas_kernels.rotated_latent_attention.hopper_splits import tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, pack, tile_queries, unpack
 
-# What was fastest on an H200 (``docs/log.md``): by whether tiles are of one token, and whether neighbours read the same.
+# Fastest on an H200 (``docs/log.md``): by whether tiles are of one token, and whether neighbours read the same pages.
 TUNED = {
     (True, False): hopper_rows.Options("weights_first"),
     (True, True): hopper_rows.Options("weights_first"),
