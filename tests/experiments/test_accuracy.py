@@ -78,11 +78,10 @@ def rows(servers):
     return [{"model": "tiny", "weights": "", **row} for server in servers for row in server.rows(lanes)]
 
 
-@pytest.mark.parametrize(
-    "name", ["full", "naive", "irminsul-no-carve-out", "epic:8", "irminsul+repair:0.2", "isolated"]
-)
+@pytest.mark.parametrize("name", ["naive", "irminsul-no-carve-out", "epic:8", "irminsul+repair:0.2", "isolated"])
 def test_a_batch_is_served_as_the_engine_serves_each(servers, name):
-    server, each = servers[1], lane(name)
+    each = lane(name)
+    server = servers[0 if each.isolated else 1]  # the texts are too short for a chunk behind the sink
     served = server.serve(each)
     for index, asked in enumerate(server.asked):
         alone = prefill(server.model, server.cached(each)[index], asked.prompt, each.policy, donate=False)
