@@ -22,9 +22,10 @@ from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.cache_key import Context
 from irminsul.commit import allocate, pages_in_use
+from irminsul.content import read_content
 from irminsul.decode import PageTableWriter
 from irminsul.placement import assign
-from irminsul.plan import REPAIR, SHIFTED, read_content
+from irminsul.plan import REPAIR, SHIFTED
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import LatentPool
 from irminsul.prefill import Admission, Request, admit, complete

@@ -16,8 +16,8 @@ from irminsul import page_tree, registry
 from irminsul import prefill as prefill_module
 from irminsul.cache import ContentCache
 from irminsul.chunking import ChunkingConfig
+from irminsul.content import PromptContent, extend_content, read_content
 from irminsul.fingerprint import HashFunction
-from irminsul.plan import PromptContent, extend_content, read_content
 
 WEAK_BITS = 16
 

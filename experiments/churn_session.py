@@ -31,11 +31,12 @@ from irminsul.cache import CacheConfig, new_cache, open_namespace
 from irminsul.cache_key import request_key
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
+from irminsul.content import read_content
 from irminsul.decode import advance, start_decoding
 from irminsul.fingerprint import HashFunction
 from irminsul.forget import Forgotten, forget
 from irminsul.page_tree import PageTree
-from irminsul.plan import EXACT, SHIFTED, read_content
+from irminsul.plan import EXACT, SHIFTED
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import PrefillResult, Request, complete, prefill
 from irminsul.publish import publish

@@ -24,7 +24,8 @@ from experiments.reuse_prompts import FULL, HEADER, HIT, Placement, Served, Serv
 from experiments.work import Work, work_of
 from irminsul.cache_key import request_key
 from irminsul.compilation import count_compilations
-from irminsul.plan import plan_prompt, read_content
+from irminsul.content import read_content
+from irminsul.plan import plan_prompt
 from models.random_weights import random_model_on_device
 from pallas_kernels.rotary import rotate
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from irminsul import page_tree, registry
 from irminsul.cache import ContentCache
+from irminsul.content import ROOT_WINDOW, PromptContent
 from irminsul.duplicates import merge_duplicates
 from irminsul.eviction import Eviction
 from irminsul.page_tree import FREE, ORPHAN, PageTree
 from irminsul.placement import FreshPage, Placement
-from irminsul.plan import ROOT_WINDOW, PromptContent, ReusePlan
+from irminsul.plan import ReusePlan
 from pallas_kernels.mesh_axes import SEQUENCE, axis_size
 
 

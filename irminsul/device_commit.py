@@ -11,6 +11,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, Int32
 
 from irminsul import device_registry
+from irminsul.content import ROOT_WINDOW
 from irminsul.device_cache import DeviceCache, DevicePageTree
 from irminsul.device_duplicates import merge_duplicates
 from irminsul.device_placement import DevicePlacement
@@ -18,7 +19,7 @@ from irminsul.device_plan import DeviceContent, DevicePlan
 from irminsul.device_tree import attach, release
 from irminsul.eviction import Eviction, eviction_keys
 from irminsul.page_tree import FREE
-from irminsul.plan import ROOT_WINDOW, SHIFTED
+from irminsul.plan import SHIFTED
 from pallas_kernels.gear_hash.uint64 import UInt64
 
 

@@ -13,10 +13,11 @@ from jaxtyping import Bool, Int, Int8, Int32
 
 from irminsul import device_chunking
 from irminsul.chunking import ChunkingConfig
+from irminsul.content import ROOT_WINDOW
 from irminsul.device_cache import DeviceHintTable, DevicePageTree
 from irminsul.device_registry import lookup
 from irminsul.device_tree import Trail, walk_left, walk_right
-from irminsul.plan import BINS, EVICTED, EXACT, LAST, NEW, REFUSED, ROOT_WINDOW, SHIFTED, SHORT, SINK
+from irminsul.plan import BINS, EVICTED, EXACT, LAST, NEW, REFUSED, SHIFTED, SHORT, SINK
 from irminsul.policies import Policy, looked_for
 from pallas_kernels.gear_hash import xxhash64
 from pallas_kernels.gear_hash.uint64 import UInt64
@@ -26,7 +27,7 @@ NO_BIN = -1
 
 
 class DeviceContent(NamedTuple):
-    """``plan.PromptContent`` with capacities: ``P`` tokens, ``K`` chunks, ``A`` anchors.
+    """``content.PromptContent`` with capacities: ``P`` tokens, ``K`` chunks, ``A`` anchors.
 
     Ends behind the first ``num_chunks`` and ``num_anchors`` are ``length``. ``starts_segment`` marks the tokens that go
     to a fresh page. A chunk has up to ``W`` windows; fingerprints ``[K W]`` are flat.

@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Int, Int64
 from irminsul import page_tree
 from irminsul.cache import ContentCache, next_step
 from irminsul.cache_key import namespace_prefix
+from irminsul.content import ROOT_WINDOW, read_content
 from irminsul.page_tree import FREE, PageTree
-from irminsul.plan import ROOT_WINDOW, read_content
 from irminsul.pool import LatentPool
 from irminsul.prefill import Request
 from irminsul.registry import HintTable, stored_keys

@@ -7,7 +7,8 @@ import numpy as np
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.cache_key import request_key
-from irminsul.plan import plan_prompt, read_content
+from irminsul.content import read_content
+from irminsul.plan import plan_prompt
 from irminsul.policies import Policy, get_policy
 
 

@@ -20,8 +20,9 @@ from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_key import Context, request_key
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use, share
 from irminsul.compute import PrefillBatch, run_prefill
+from irminsul.content import PromptContent, extend_content, read_content
 from irminsul.placement import FreshPage, Placement, assign, place
-from irminsul.plan import PromptContent, Readable, ReusePlan, Span, extend_content, plan_prompt, read_content
+from irminsul.plan import Readable, ReusePlan, Span, plan_prompt
 from irminsul.policies import Policy, get_policy
 from irminsul.repair import lend, privatise, with_repairs
 from irminsul.sources import isolated_spans, published

@@ -10,7 +10,7 @@ from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.cache_key import Context
 from irminsul.commit import PoolTooSmallError
-from irminsul.plan import read_content
+from irminsul.content import read_content
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import check_prompt, complete, prefill
 from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path

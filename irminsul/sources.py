@@ -14,8 +14,9 @@ from jaxtyping import Int32
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.cache_key import Context, request_key
+from irminsul.content import PromptContent, read_content
 from irminsul.page_tree import Piece
-from irminsul.plan import PromptContent, Readable, Span, exact_prefix, path_end, read_content
+from irminsul.plan import Readable, Span, exact_prefix, path_end
 from irminsul.policies import Policy
 
 

@@ -25,9 +25,10 @@ from irminsul import page_tree
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_format import CacheFormat
 from irminsul.commit import pages_in_use
+from irminsul.content import extend_content, read_content
 from irminsul.forget import Forgotten
 from irminsul.page_tree import FREE, UNKNOWN
-from irminsul.plan import extend_content, plan_prompt, read_content
+from irminsul.plan import plan_prompt
 from irminsul.policies import Policy
 from irminsul.prefill import Request
 from irminsul.store_backend import Backend, HostTier, StoreWriteError

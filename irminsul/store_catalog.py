@@ -12,9 +12,9 @@ import numpy as np
 
 from irminsul import page_tree, registry
 from irminsul.cache import CacheConfig, ContentCache, new_cache, next_step, open_namespace
+from irminsul.content import ROOT_WINDOW, PromptContent
 from irminsul.forget import Forgotten, forget
 from irminsul.page_tree import FREE, ORPHAN, ROOT, UNKNOWN, PageTree
-from irminsul.plan import ROOT_WINDOW, PromptContent
 from irminsul.store_provenance import StoredComputations
 from irminsul.store_record import HINT_TABLES, ORPHAN_NAME, ROOT_NAME, Hints, PageRecord
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from irminsul import page_tree
 from irminsul.cache import ContentCache
+from irminsul.content import PromptContent
 from irminsul.page_tree import FREE, ORPHAN, ROOT, UNKNOWN, PageTree
 from irminsul.placement import place
-from irminsul.plan import EXACT, SHIFTED, PromptContent, ReusePlan
+from irminsul.plan import EXACT, SHIFTED, ReusePlan
 from irminsul.policies import Policy
 from irminsul.store_catalog import Catalog, Entry, hints_of_rows, read_tree_rows, write_tree_rows
 from irminsul.store_provenance import carry, number_in

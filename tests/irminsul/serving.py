@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from irminsul.cache import ContentCache, open_namespace
 from irminsul.cache_key import request_key
-from irminsul.plan import EXACT, SHIFTED, ReusePlan, plan_prompt, read_content
+from irminsul.content import read_content
+from irminsul.plan import EXACT, SHIFTED, ReusePlan, plan_prompt
 from irminsul.policies import get_policy
 from irminsul.prefill import PrefillResult, complete, prefill
 

@@ -10,9 +10,10 @@ from experiments.churn_faults import constant_hash, tiny_hash
 from experiments.churn_session import CHUNKING, EAGER, MODEL, Churn
 from experiments.churn_traffic import tokens_of
 from irminsul.cache import CacheConfig
+from irminsul.content import ROOT_WINDOW
 from irminsul.engine import Engine
 from irminsul.page_tree import release
-from irminsul.plan import EXACT, ROOT_WINDOW, SHIFTED
+from irminsul.plan import EXACT, SHIFTED
 from irminsul.policies import get_policy
 from models import families
 from tests.irminsul.serving import plan_of, random_tokens

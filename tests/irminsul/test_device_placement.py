@@ -9,12 +9,13 @@ import pytest
 
 from irminsul import device_placement
 from irminsul.cache import CacheConfig, open_namespace
+from irminsul.content import read_content
 from irminsul.device_cache import to_device
 from irminsul.device_plan import DeviceContent, DevicePlan
 from irminsul.device_tree import Trail
 from irminsul.engine import Engine
 from irminsul.placement import assign, place
-from irminsul.plan import plan_prompt, read_content
+from irminsul.plan import plan_prompt
 from irminsul.policies import get_policy
 from irminsul.prefill import request_key
 from tests.irminsul.test_device_turn import CAPACITY, LAYOUT, SHORT_REUSE, random_session

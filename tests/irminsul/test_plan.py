@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from irminsul.cache import CacheConfig, new_cache
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
+from irminsul.content import extend_content, read_content
 from irminsul.engine import Engine
 from irminsul.fingerprint import key_bytes
 from irminsul.page_tree import NONE, ORPHAN, ROOT
-from irminsul.plan import EXACT, LAST, NEW, SHIFTED, SHORT, extend_content, plan_prompt, read_content
+from irminsul.plan import EXACT, LAST, NEW, SHIFTED, SHORT, plan_prompt
 from irminsul.policies import POLICIES, get_policy
 from irminsul.prefill import complete, prefill, request_key
 from models import families
