@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 
 from irminsul.blocks import on_hopper
 from irminsul.view import PagedView
@@ -28,7 +28,7 @@ def with_shared_layout(view: PagedView, model: Any, most_rows: int | None = None
     from pallas_kernels.rotated_latent_attention import hopper
 
     heads = model.config.num_attention_heads
-    query: Any = jax.ShapeDtypeStruct((view.query_position.shape[0], heads, pool.latent_pages.shape[3]), model.dtype)
+    query = jnp.zeros((view.query_position.shape[0], heads, pool.latent_pages.shape[3]), model.dtype)
     by_layer = model.rotary.coarse_cos.ndim > 2
     if by_layer or hopper.unsupported(query, pool.latent_pages, pool.rope_pages, view.storage) is not None:
         return view
