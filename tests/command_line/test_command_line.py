@@ -1,19 +1,22 @@
 """The command ``irminsul``: help, exit codes, errors in one sentence, and what the sub-commands find."""
 
 import importlib
+import io
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from command_line import doctor
+from command_line import chat, doctor
 from command_line.chunk_map import as_page, chunk_map
 from command_line.main import COMMANDS, main
 from command_line.store_contents import read_contents
 from experiments.traffic.tokenization import load_tokenizer
 from irminsul.cache import CacheConfig
 from irminsul.engine import Engine
+from irminsul.plan import BINS
 from irminsul.rope import RotationError
 from models import checkpoint, families
 from models.pretrained import TOKENIZER
@@ -180,3 +183,29 @@ def test_doctor_tells_what_runs_and_why_the_rest_does_not(monkeypatch, capsys):
     kernels = {kernel["implementation"]: kernel for kernel in json.loads(capsys.readouterr().out)["kernels"]}
     assert kernels["xla"]["runs"]
     assert "differs from XLA by 1" in kernels["mosaic_gpu"]["why_not"]
+
+
+class Talker:
+    """Answers with the number of its messages; refuses a fourth one as too long."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, words, on_text, **sampling):
+        if len(self.asked) == 3:
+            raise ValueError("the conversation is longer than the cache serves")
+        self.asked.append((words, sampling))
+        on_text(f"answer {len(self.asked)}")
+        bins = dict.fromkeys(BINS, 0) | {"exact": 40, "shifted": 30, "new": 9, "last": 1}
+        return SimpleNamespace(tokens=[1, 2], timings={"ttft_ms": 20.0}, bins=bins)
+
+
+def test_chat_shows_the_bins_of_each_answer_and_outlives_a_line_too_long(capsys):
+    talker = Talker()
+    assert chat.talk(talker, io.StringIO("one\ntwo\nthree\nfour\n\nfive\n"), temperature=0.5) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [words for words, _ in talker.asked] == ["one", "two", "three"]
+    assert talker.asked[0][1] == {"temperature": 0.5}
+    assert lines[0] == "answer 1"
+    assert "70 of 80 prompt tokens from the cache (exact 40, shifted 30, new 9, last 1)" in lines[1]
+    assert lines[-1] == "[the conversation is longer than the cache serves]"
