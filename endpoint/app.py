@@ -24,6 +24,7 @@ from irminsul.ticket import Ticket
 from models.text_stream import TextStream
 
 DISCONNECT_POLL = 0.1  # seconds
+METRICS_SECONDS = 10
 CLIENT_GONE = 499  # nobody reads it
 SEED_LIMIT = 2**31
 DONE = "data: [DONE]\n\n"
@@ -171,7 +172,11 @@ def create_app(endpoint: Endpoint) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
         _require_alive(endpoint)
-        snapshot = await asyncio.wrap_future(endpoint.loop.read())
+        try:
+            snapshot = await asyncio.wait_for(asyncio.wrap_future(endpoint.loop.read()), METRICS_SECONDS)
+        except TimeoutError as error:
+            message = f"no step ended within {METRICS_SECONDS} s (a program is being compiled, or the loop has failed)"
+            raise BadRequestError(message, code="busy", status=503) from error
         return PlainTextResponse(endpoint.metrics.text(snapshot), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
