@@ -84,8 +84,11 @@ HOPPER_LATENT_BLOCKS = (
 HOPPER_GROUPED_BLOCKS = tuple(Block(block.tokens, "absorbed") for block in HOPPER_LATENT_BLOCKS)
 # Multiply-adds a second over bytes a second of one H200: 350e12 / 4.2e12 (both measured, sustained).
 HOPPER_WORK_PER_BYTE = 83.0
-# There the kernels work on scores beside the products; what is left is a guess from their rates.
-HOPPER_SCORE_WORK = 60.0
+# There the kernels work on scores beside the products: a query and row of 16 heads takes 4.0 times as long absorbed as
+# expanded (64.6 and 15.9 ps, ``docs/benchmarks``), and the products alone say 3.4. The absorbed kernel reads pages as
+# they lie; what the expanded one gathers and turns took 84 us for 33,792 rows of 576 values, at 320e12 a second.
+HOPPER_SCORE_WORK = 0.0
+HOPPER_ROW_WORK = {"absorbed": 0.0, "expanded": 1400.0}
 
 
 def blocks_for(model: Any, mode: Mode) -> tuple[Block, ...]:
@@ -119,11 +122,13 @@ def cost_model(model: Any) -> CostModel:
     fixed -= experts if hopper else experts - routed
     skipped = routed if hopper else 0.0
     heads, score = rows.num_layers * config.num_attention_heads, HOPPER_SCORE_WORK if hopper else SCORE_WORK
-    gather = rows.num_layers * (rows.latent_width + rows.rope_width) * ROW_WORK
+    row_work = HOPPER_ROW_WORK if hopper else {"absorbed": ROW_WORK, "expanded": ROW_WORK}
+    values = rows.num_layers * (rows.latent_width + rows.rope_width)
     if rows.kind == "grouped":
         width = rows.rope_width // rows.rope_heads
         pairs = {"absorbed": heads * (2 * width + score)}
-        return CostModel(fixed, pairs, {"absorbed": gather}, skipped, weights, hopper)
+        # Rows of a prompt are gathered for the kernel of the expanded form.
+        return CostModel(fixed, pairs, {"absorbed": values * row_work["expanded"]}, skipped, weights, hopper)
     up = config.qk_nope_head_dim + config.v_head_dim
     return CostModel(
         fixed,
@@ -131,7 +136,10 @@ def cost_model(model: Any) -> CostModel:
             "absorbed": heads * (2 * rows.latent_width + rows.rope_width + score),
             "expanded": heads * (up + rows.rope_width + score),
         },
-        per_row={"absorbed": gather, "expanded": gather + heads * float(up * rows.latent_width)},
+        per_row={
+            "absorbed": values * row_work["absorbed"],
+            "expanded": values * row_work["expanded"] + heads * float(up * rows.latent_width),
+        },
         routed=skipped,
         weights=weights,
         causal=hopper,
