@@ -97,7 +97,8 @@ def test_forget_leaves_nothing_that_has_seen_the_text(model):
         cache.forget(secret[:0])
 
 
-def test_an_answer_behind_a_hit_is_that_of_a_cold_run_and_of_the_whole_sequence(model):
+def test_an_answer_behind_a_hit_is_that_of_a_cold_run_and_of_the_whole_sequence():
+    model = tiny_model(MAMBA2)
     cold, warm = (SnapshotCache(model, CONFIG, name) for name in ("full", "prefix"))
     text = prompt(3, 37, model)
     warm.serve(text)

@@ -47,6 +47,7 @@ KDA = {
     "v_head_dim": 5,
     "num_experts": 3,
     "num_experts_per_token": 2,
+    "first_k_dense_replace": 0,
     "linear_attn_config": {
         "full_attn_layers": [2],
         "kda_layers": [1, 3],
