@@ -62,7 +62,12 @@ class ServingLoop:
     def read(self) -> Future[dict[str, dict[str, float]]]:
         """Counts and levels of this moment: ``counters``, ``cache``, ``requests``, ``store``."""
         answer: Future[dict[str, dict[str, float]]] = Future()
-        self._jobs.put(lambda: answer.set_result(self._read()))
+
+        def read() -> None:
+            if answer.set_running_or_notify_cancel():  # else nobody waits any more
+                answer.set_result(self._read())
+
+        self._jobs.put(read)
         return answer
 
     def close(self) -> None:
