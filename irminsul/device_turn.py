@@ -82,11 +82,14 @@ def turn(
     """
     check_storage(config, policy)
     if policy.provenance == "isolated":
-        raise ValueError("provenance='isolated' computes chunks ahead of a prompt; serve it with Engine")
+        raise ValueError(
+            "provenance='isolated' computes the chunks of a prompt ahead of it, as many as it has, which a turn of fixed "
+            "shape does not; serve it with Engine or Batcher"
+        )
     if policy.repair != "none":
         raise ValueError(
-            f"policy={policy.name!r} recomputes tokens inside reused spans, which a turn inside jit does not; serve it "
-            "with Engine, or use repair='none'"
+            f"policy={policy.name!r} recomputes tokens in private copies of pages, which a turn of fixed shape has no "
+            "room for; serve it with Engine or Batcher, or use repair='none'"
         )
     if tokens.shape[0] != config.max_prompt_tokens:
         raise ValueError(

@@ -145,8 +145,9 @@ def test_policies_that_make_no_sense_are_refused(engine):
     one = engine(ISOLATED)
     one.serve(random_tokens(1, 30))
     arguments = (None, to_device(one.cache), jnp.zeros(LIMIT, jnp.int32), jnp.int32(3), jnp.int32(0))
-    with pytest.raises(ValueError, match="isolated"):
-        turn(*arguments, config=CONFIG, policy=ISOLATED)
+    for policy, reason in ((ISOLATED, "isolated"), (get_policy("epic"), "private copies")):
+        with pytest.raises(ValueError, match=reason):
+            turn(*arguments, config=CONFIG, policy=policy)
 
 
 def test_exact_prefixes_still_serve_under_every_provenance(engine):
