@@ -8,15 +8,18 @@ dead by then.
 A pair of pages, in order:
 
 1. both wait for their page and take its scores ``S_0``, ``S_1``;
-2. ``left`` takes the running maximum over ``S_0`` and publishes ``P_0 = exp(S_0 - max)``; both add ``P_0 V_0``, while
-   ``right`` takes the maximum over ``S_1`` and publishes ``P_1``; whoever is done with its half of page 0 refills it;
+2. ``left`` takes the running maximum over ``S_0`` and publishes it and ``P_0 = exp(S_0 - max)``; ``right`` takes the
+   maximum over ``S_1`` and publishes ``P_1``; both add ``P_0 V_0``, and whoever is done with its half of page 0 refills
+   it;
 3. both add ``P_1 V_1`` and refill their half of page 1.
 
-Whoever is last to read the rotary keys' tile of a page refills that too. A query is turned for the next pair while this
-one is computed, from registers, by factors that were copied in a pair earlier still.
+Whoever is last to read the rotary keys' tile of a page refills that too. The query as the keys of a page see it stays
+in registers; it is turned for the next pair while this one is computed, by factors that were copied in a pair earlier
+still. Where two tiles share their pages (``Options.shared``) a half page is refilled once both are done with it; each
+says so as soon as it is, and waits for the other beside its next product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -91,7 +94,7 @@ def attend_tiles(
     splits, half = schedule.bounds.shape[1] - 1, width // 2
     members = 2 if options.shared else 1
     if options.shared:
-        schedule = schedule.replace(bounds=bounds_of_neighbours(schedule.bounds))
+        schedule = replace(schedule, bounds=bounds_of_neighbours(schedule.bounds))
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
     released = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=4)
     kernel = plgpu.kernel(
@@ -165,8 +168,8 @@ def _body(
     sides = [pl.ds(side * half, half) for side in range(2)]
 
     def copy(source, target, barrier):
-        axes = {"collective_axes": "member"} if options.shared else {}
-        plgpu.copy_gmem_to_smem(source, target, barrier, **axes)
+        axes = "member" if options.shared else None
+        plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=axes)
 
     def load(page, slot, side):
         """Half of a page; whoever loads the half that its owner scores last loads its rotary keys too."""

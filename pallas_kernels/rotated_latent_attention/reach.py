@@ -1,5 +1,7 @@
 """Rotated latent attention that also measures how far to its left each query looks, on whatever runs it fastest."""
 
+from typing import Any
+
 import jax
 from jaxtyping import Array, Float, Int, Real
 
@@ -47,7 +49,7 @@ def rotated_latent_attention_with_reach(
         page_table,
         rotary,
     )
-    settings = {"scale": scale, "storage": storage, "distances": distances}
+    settings: dict[str, Any] = {"scale": scale, "storage": storage, "distances": distances}
     if implementation in (None, "mosaic_gpu") and api.hopper_available() and distances and latent_scale is None:
         # Imported on demand: Mosaic is large and nothing else needs it.
         from pallas_kernels.rotated_latent_attention import hopper
@@ -97,7 +99,7 @@ def expanded_latent_attention_with_reach(
         w_uk,
         w_uv,
     )
-    settings = {"scale": scale, "storage": storage, "distances": distances}
+    settings: dict[str, Any] = {"scale": scale, "storage": storage, "distances": distances}
     if implementation in (None, "mosaic_gpu") and api.hopper_available() and distances and latent_scale is None:
         from pallas_kernels.rotated_latent_attention import expanded_hopper
 
