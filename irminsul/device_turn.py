@@ -83,8 +83,8 @@ def turn(
     check_storage(config, policy)
     if policy.provenance == "isolated":
         raise ValueError(
-            "provenance='isolated' computes the chunks of a prompt ahead of it, as many as it has, which a turn of fixed "
-            "shape does not; serve it with Engine or Batcher"
+            "provenance='isolated' computes the chunks of a prompt ahead of it, as many as it has, which a turn of "
+            "fixed shape does not; serve it with Engine or Batcher"
         )
     if policy.repair != "none":
         raise ValueError(
