@@ -23,7 +23,7 @@ from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
-from pallas_kernels.rotated_grouped_attention.reference import rotated_grouped_attention_with_reach
+from pallas_kernels.rotated_grouped_attention.reach import rotated_grouped_attention_with_reach
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, rotated_latent_attention
 from pallas_kernels.rotated_latent_attention.reach import (
     expanded_latent_attention_with_reach,
@@ -191,8 +191,8 @@ class PagedView:
         )
         if self._needs_more:
             return *rotated_grouped_attention_with_reach(
-                *operands, key_heads=key_heads, scale=scale, storage=self.storage,
-                distances=self._distances, value_scale=view.pool.latent_scale,
+                *operands, key_heads=key_heads, scale=scale, storage=self.storage, distances=self._distances,
+                packed=self.packed, value_scale=view.pool.latent_scale, implementation=self.implementation,
             ), view.pool  # fmt: skip
         out, lse = rotated_grouped_attention(
             *operands, key_heads=key_heads, scale=scale, storage=self.storage, packed=self.packed,

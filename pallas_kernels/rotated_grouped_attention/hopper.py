@@ -7,6 +7,7 @@ for every key head and no rotary part apart.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention_reach import Distances
 from pallas_kernels.packed_rows import PackedRows, rows_of_table
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
@@ -38,6 +39,32 @@ def rotated_grouped_attention(
     Raises:
       NotImplementedError: for shapes or dtypes the kernel does not take.
     """
+    out, lse, _ = rotated_grouped_attention_with_reach(
+        query, query_position, value_pages, key_pages, layer, page_table, rotary, key_heads=key_heads, scale=scale,
+        storage=storage, distances=(), packed=packed, rows_at_once=rows_at_once, interpret=interpret,
+    )  # fmt: skip
+    return out, lse
+
+
+def rotated_grouped_attention_with_reach(
+    query: Float[Array, "M H D"],
+    query_position: Int[Array, " M"],
+    value_pages: Float[Array, "L N G JD"],
+    key_pages: Float[Array, "L N G JD"],
+    layer: Int[Array, ""],
+    page_table: PageTable,
+    rotary: RotaryTable,
+    *,
+    key_heads: int,
+    scale: float,
+    storage: Storage = "base",
+    distances: Distances,
+    packed: PackedRows | None = None,
+    rows_at_once: int = ROWS_AT_ONCE,
+    interpret: bool = False,
+) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"]]:
+    """The same, and the share of weight beyond ``distances``; see ``attention_reach``. Groups of neighbouring rows are
+    those of the packed order."""
     reason = unsupported(query, key_pages, value_pages, page_table)
     if reason is not None:
         raise NotImplementedError(
@@ -55,11 +82,10 @@ def rotated_grouped_attention(
     row_bytes = 2 * key_heads * width * query.dtype.itemsize
     if packed is None:
         packed = rows_of_table(page_table, query_position, key_pages.shape[2], storage)
-    out, lse, _ = attend_packed(
+    return attend_packed(
         read_rows, query, None, query_position, packed, value_width=width, scale=scale,
-        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), interpret=interpret,
+        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), distances=distances, interpret=interpret,
     )  # fmt: skip
-    return out, lse
 
 
 def unsupported(
