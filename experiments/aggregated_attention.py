@@ -33,6 +33,7 @@ from models.aggregated_attention import AggregatedConfig, Kept, Parts
 WAYS = ("nearest", "aligned", "all phases")
 # DeepSeek-V4-Flash: 43 layers, of which 23 heavy and 20 sparse (config of transformers 5.23).
 FLASH = {"heavy": 23, "sparse": 20, "head_dim": 512, "index_head_dim": 128, "heavy_stride": 128, "sparse_stride": 4}
+FLOOR = 1e-4  # where the plot draws what is less, or nothing
 COLOURS = {"nearest": "#b3362c", "all phases": "#1f4e8c"}
 
 
@@ -314,12 +315,15 @@ def plot(config: ConfigDict, rows: list[dict[str, Any]], path: Path) -> None:
         figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained", sharey=True)
         for axis, layer, stride in zip(axes, (0, 3), (config.heavy_stride, config.sparse_stride), strict=True):
             moves = sorted({row["move"] for row in rows})
-            for way, bias in (("nearest", 1.0), ("nearest", 0.0), ("all phases", 1.0)):
-                values = [max(1e-8, _median(rows, move, way, layer, bias)) for move in moves]
-                label, style = (way, "o-") if bias else (f"{way}, no bias", "o:")
-                axis.plot(moves, values, style, color=COLOURS[way], markersize=3.5, label=label)
+            for way, bias, marker in (("nearest", 1.0, "o"), ("nearest", 0.0, "v"), ("all phases", 1.0, "s")):
+                values = [max(FLOOR, _median(rows, move, way, layer, bias)) for move in moves]
+                label = way if bias else f"{way}, no bias"
+                axis.plot(moves, values, marker, color=COLOURS[way], markersize=4, label=label, alpha=0.8)
+            for aligned in range(0, max(moves) + 1, config.heavy_stride):
+                axis.axvline(aligned, color="#8c8c8c", linewidth=0.8, linestyle=":")
             axis.set(yscale="log", xlabel="moved by (tokens)", title=f"layer {layer}, stride {stride}")
         axes[0].set(ylabel="relative L2 of entries, median")
-        axes[0].legend(frameon=False, fontsize=8)
+        axes[0].annotate("equal", (4, FLOOR), (0, 4), textcoords="offset points", fontsize=8, color="#8c8c8c")
+        axes[0].legend(frameon=False, fontsize=8, loc="center right")
         figure.savefig(path)
         plt.close(figure)
