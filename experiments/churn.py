@@ -2,8 +2,8 @@
 
 Random edits, permutations and repeats of prompts, requests that overlap and break off, batches of them, pressure, other
 weights behind the same cache, fingerprints that collide, tiers, forgetting. After every operation the whole pool is
-compared with the ledger (``experiments.churn_ledger``). Workers are independent (a seed each, storage in turn),
-so a run splits over any number of processes; a run with more operations goes on from the last one's checkpoints.
+compared with the ledger (``experiments.churn_ledger``). Workers are independent (a seed each, storage and eviction in
+turn), so a run splits over any number of processes; a run with more operations goes on from the last one's checkpoints.
 """
 
 import concurrent.futures
@@ -154,7 +154,8 @@ def _notes(config: ConfigDict, rows: list[dict[str, Any]]) -> list[str]:
     found = [f"seed {row['seed']}: {note}" for row in rows for note in row["notes"]]
     return [
         "A model of two MLA layers with random float32 weights on the CPU, deterministic mode; "
-        f"{config.num_pages} pages of 11 rows, prompts of up to 251 tokens, {len(rows)} independent workers. "
+        f"{config.num_pages} pages of 11 rows, prompts of up to 251 tokens, {len(rows)} independent workers (keys "
+        "stored rotated or not in turn, eviction by age or by value in turns of two). "
         "Hits are counted in rows (tokens) served.",
         "After every operation: each stored row has the token, position, owner and bits that it was written with; "
         "each served row has the prompt's token, the base position that the page table says, the owner of the "

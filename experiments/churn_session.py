@@ -77,10 +77,16 @@ MARKS = 62  # bits behind those of secrets are for requests
 MOST_OPEN = 3
 
 
-def cache_config(num_pages: int, storage: Any) -> CacheConfig:
+def cache_config(num_pages: int, storage: Any, eviction: Any) -> CacheConfig:
     """Pages of 11 rows, so that everything ends inside pages."""
     return CacheConfig(
-        num_pages=num_pages, page_size=11, max_prompt_tokens=251, max_new_tokens=7, storage=storage, chunking=CHUNKING
+        num_pages=num_pages,
+        page_size=11,
+        max_prompt_tokens=251,
+        max_new_tokens=7,
+        storage=storage,
+        eviction=eviction,
+        chunking=CHUNKING,
     )
 
 
@@ -123,7 +129,7 @@ class Churn:
     """
 
     def __init__(self, seed: int, num_pages: int, storage: Any):
-        self.seed, self.config = seed, cache_config(num_pages, storage)
+        self.seed, self.config = seed, cache_config(num_pages, storage, ("lru", "value")[seed // 2 % 2])
         self.models = [families.random_model(MODEL, seed=weights) for weights in range(2)]
         self.loaded = 0
         row_format = self.model.row_format
