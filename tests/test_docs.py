@@ -1,6 +1,8 @@
 """The pages: the tutorial's commands run as printed, and no page names a command, flag or file that is not there."""
 
+import ast
 import importlib
+import importlib.util
 import os
 import pathlib
 import re
@@ -75,3 +77,14 @@ def test_commands_and_flags_on_pages_exist(path):
 def test_the_command_reference_is_what_is_printed():
     page = runpy.run_path(str(ROOT / "tools" / "write_command_reference.py"))
     assert page["PAGE"].read_text() == page["text"](), "run python tools/write_command_reference.py"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_on_pages_imports_what_there_is(path):
+    for text, _ in blocks(path, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], path.name
+            elif isinstance(node, ast.Import):
+                assert all(importlib.util.find_spec(alias.name) for alias in node.names), path.name
