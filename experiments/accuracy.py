@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from experiments import accuracy_report, passage_questions, question_items, reference_eval, report
-from experiments.batch_serving import Served, remember, remember_isolated, serve
+from experiments.batch_serving import Served, power_of_two, remember, remember_isolated, serve
 from experiments.divergence import divergence
 from experiments.errors import InputError
 from experiments.names import listed
@@ -117,9 +117,11 @@ def serve_unit(config: str, model: str, task: str, start: int) -> list[dict[str,
     lanes = [lane(name) for name in listed(settings.policies)]
     lanes = [lane("full"), *[other for other in lanes if other.name != "full"]]
     precision = "highest" if settings.dtype == "float32" else None
+    size = min(settings.batch, settings.samples)
+    padded = [items[index % len(items)] for index in range(size)]  # batches of one size are served by the same programs
     with jax.default_matmul_precision(precision):
-        server = Server(chosen, settings, items)
-        rows = server.rows(lanes)
+        server = Server(chosen, settings, padded)
+        rows = server.rows(lanes, len(items))
     return [{"model": Path(model).name, "weights": chosen.note, **row} for row in rows]
 
 
@@ -173,7 +175,7 @@ class Server:
         self.cache_config = CacheConfig(
             num_pages=5 * longest // PAGE,
             max_prompt_tokens=longest,
-            max_new_tokens=-(-forced // PAGE) * PAGE,
+            max_new_tokens=power_of_two(forced, PAGE),
             dtype=config.dtype,
         )
         self.asked = [item.asked for item in items]
@@ -181,15 +183,15 @@ class Server:
         self.caches: dict[bool, list[ContentCache]] = {}
         self.deviations: list[Float[np.ndarray, " T"]] | None = None
 
-    def rows(self, lanes: Sequence[Lane]) -> list[dict[str, Any]]:
-        """A row an item and policy. The first lane is the reference."""
+    def rows(self, lanes: Sequence[Lane], count: int) -> list[dict[str, Any]]:
+        """A row a policy for each of the first ``count`` items. The first lane is the reference."""
         outcomes = [(each, self.serve(each)) for each in lanes]
         reference = outcomes[0][1]
         rows = []
         for each, served in outcomes:
             compared = _compare(reference.logits, served.logits)
-            timed = [self.first_token_ms(each, index) for index in range(min(self.config.timed, len(self.items)))]
-            for index, item in enumerate(self.items):
+            timed = [self.first_token_ms(each, index) for index in range(min(self.config.timed, count))]
+            for index, item in enumerate(self.items[:count]):
                 figures = compare(item, *(np.asarray(part[index]) for part in compared))
                 if item.wanted:
                     figures |= self.generated(item, np.asarray(served.generated[index]))

@@ -22,22 +22,21 @@ from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.cache_key import Context
 from irminsul.commit import allocate, pages_in_use
-from irminsul.content import read_content
 from irminsul.decode import PageTableWriter
 from irminsul.placement import assign
 from irminsul.plan import REPAIR, SHIFTED
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import LatentPool
 from irminsul.prefill import Admission, Request, admit, complete
+from irminsul.publish import ALONE, isolated_sequences
 from irminsul.repair import privatise
-from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path
+from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from irminsul.view import PagedView
 from pallas_kernels.page_table import PageTable
 
 SMALLEST_BLOCK = 128
 EXPANDED_FROM = 256  # tokens of a block from which MLA attends in the expanded form
 FRESH = get_policy("irminsul", shifted="refuse")
-ALONE = get_policy("irminsul", shifted="ignore")  # nothing from anywhere else gets into isolated rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +206,9 @@ def remember_isolated(
     waiting = []
     for cache, prompt in zip(caches, prompts, strict=True):
         key = isolated_key(cache, model, "default", "", mode)
-        content = read_content(prompt, cache.config.chunking, key)
         sequences = {
-            sequence.tobytes(): sequence
-            for begin, end in isolated_chunks(content, policy)
-            for sequence in [np.concatenate([sink, content.tokens[begin:end]]).astype(np.int32)]
+            sequence.tobytes(): sequence.astype(np.int32)
+            for sequence in isolated_sequences(model, cache, prompt, policy, key)
             if not isolated_path(cache, key, sequence, policy)
         }
         waiting.append(list(sequences.values()))
@@ -226,20 +223,22 @@ def _only(admission: Admission) -> Asked:
     return Asked(plan.content.tokens, nothing, nothing)
 
 
-def block_size(count: int, capacity: int) -> int:
-    """The smallest block for ``count`` tokens: a power of two, or all that a prompt can have."""
-    size = SMALLEST_BLOCK
+def power_of_two(count: int, smallest: int) -> int:
+    """The least power of two times ``smallest`` that holds ``count``: few sizes, few programs."""
+    size = smallest
     while size < count:
         size *= 2
-    return min(size, -(-capacity // 64) * 64)
+    return size
 
 
 def pack(admissions: Sequence[Admission], asked: Sequence[Asked], steps: int) -> Block:
     """The computed tokens of each admitted prompt and those forced behind it, padded to one size."""
     config = admissions[0].cache.config
     most = max(len(a.placement.positions) + len(each.forced) for a, each in zip(admissions, asked, strict=True))
-    size = block_size(most, config.max_prompt_tokens + config.max_new_tokens)
-    kept = -(-max(len(each.kept) for each in asked) // 64) * 64
+    capacity = -(-(config.max_prompt_tokens + config.max_new_tokens) // 64) * 64
+    size = min(power_of_two(most, SMALLEST_BLOCK), capacity)
+    most_kept = max(len(each.kept) for each in asked)
+    kept = power_of_two(most_kept, 64) if most_kept else 0
     packed = [_packed(admission, each, size, kept, steps) for admission, each in zip(admissions, asked, strict=True)]
     fields = {name: np.stack([one[name] for one in packed]) for name in packed[0]}
     return Block(**jax.device_put(fields))

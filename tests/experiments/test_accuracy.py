@@ -75,7 +75,7 @@ def servers(planter):
 @pytest.fixture(scope="module")
 def rows(servers):
     lanes = [lane(name) for name in ("full", "naive", "irminsul", "isolated")]
-    return [{"model": "tiny", "weights": "", **row} for server in servers for row in server.rows(lanes)]
+    return [{"model": "tiny", "weights": "", **row} for server in servers for row in server.rows(lanes, 2)]
 
 
 @pytest.mark.parametrize("name", ["naive", "irminsul-no-carve-out", "epic:8", "irminsul+repair:0.2", "isolated"])
