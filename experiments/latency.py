@@ -8,6 +8,8 @@ Weights are random, which changes nothing about time. Compilation happens ahead 
 import gc
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from ml_collections import ConfigDict
 
 from experiments import ceilings, latency_plots, report
 from experiments.decode_speed import decode_ms
+from experiments.energy_meter import Meter, meter
 from experiments.errors import InputError
 from experiments.names import listed
 from experiments.reuse_prompts import FULL, HEADER, HIT, Placement, Served, Server, compose
@@ -26,8 +29,11 @@ from irminsul.cache_key import request_key
 from irminsul.compilation import count_compilations
 from irminsul.content import read_content
 from irminsul.plan import plan_prompt
+from irminsul.policies import Policy
 from models.random_weights import random_model_on_device
 from pallas_kernels.rotary import rotate
+
+WINDOW_SECONDS = 2.2  # of energy
 
 # A small shape with every part of the large one.
 QUICK_SHAPE = {
@@ -60,10 +66,13 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     copy = ceilings.copy_bytes(1 << (24 if config.quick else 31), 0.1 if config.quick else 0.5)
     rng = np.random.default_rng(config.seed)
     rows: list[dict[str, Any]] = []
+    counter = meter()
+    if counter is not None:
+        counter.measure_idle(2.0)
     with count_compilations() as later:
         _fill(server, rng, settings, max(lengths))
         for length in lengths:
-            rows += _length_rows(server, work, rng, settings, length)
+            rows += _length_rows(server, work, rng, settings, length, counter)
             print(*(_line(row) for row in rows if row["length"] == length), sep="\n", flush=True)
     hit = _cost_of_a_hit(server, rng, settings, min(lengths))
     decoding = _decoding(server, work, copy, settings)
@@ -113,9 +122,14 @@ def _fill(server: Server, rng: np.random.Generator, settings: dict[str, Any], lo
 
 
 def _length_rows(
-    server: Server, work: Work, rng: np.random.Generator, settings: dict[str, Any], length: int
+    server: Server,
+    work: Work,
+    rng: np.random.Generator,
+    settings: dict[str, Any],
+    length: int,
+    counter: Meter | None,
 ) -> list[dict[str, Any]]:
-    """Full prefill, then every share and placement, then an exact prefix."""
+    """Full prefill, then every share and placement, then an exact prefix; the energy of a few where it is counted."""
     source = _new_tokens(rng, server, length)
     server.keep(source)
     body = source[HEADER:]
@@ -137,7 +151,23 @@ def _length_rows(
         for _ in range(repeats)
     ]
     rows.append(_row(exact, work, length, 0.8, "exact", _median(full)))
+    if counter is None:
+        return rows
+    prompts = {
+        ("full", 0.0): lambda: _new_tokens(rng, server, length),
+        ("spread", 0.8): lambda: compose(rng, vocab, length, reused, "spread", body, settings["span"]),
+    }
+    for row in rows:
+        make = prompts.get((row["placement"], row["fraction"]))
+        if make is not None:
+            policy = FULL if row["placement"] == "full" else HIT
+            reading = counter.measure(partial(_submit_new, server, make, policy), WINDOW_SECONDS, 1)[0]
+            row |= {"joules": reading.joules, "net_joules": reading.net_joules}
     return rows
+
+
+def _submit_new(server: Server, make: Callable[[], np.ndarray], policy: Policy) -> Any:
+    return server.submit(make(), policy)[0]
 
 
 def _median(served: list[Served]) -> float:
@@ -245,8 +275,12 @@ def _decoding(server: Server, work: Work, copy: float, settings: dict[str, Any])
 
 def _summary(rows: list[dict[str, Any]], work: Work, peak: float, settings: dict[str, Any]) -> dict[str, float]:
     summary = {}
+    joules = {(row["length"], row["placement"], row["fraction"]): row["joules"] for row in rows if "joules" in row}
     for row in rows:
         name = f"{row['length'] // 1024}k"
+        if "joules" in row and row["placement"] != "full":
+            saved = 1 - row["joules"] / joules[row["length"], "full", 0.0]
+            summary[f"energy_saved_{name}_{round(100 * row['fraction'])}"] = saved
         if row["placement"] == "full":
             achieved = work.flops(np.arange(row["length"])) / (1e-3 * row["ttft_ms"])
             summary[f"ttft_full_{name}_ms"] = row["ttft_ms"]
