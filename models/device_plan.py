@@ -61,7 +61,7 @@ def device_plan(
     family, config = families.read_config(source)
     mesh = jax.sharding.AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     shapes = families.abstract(family, config, dtype)
-    specs = sharding.partition(family, config, mesh)  # type: ignore[arg-type]  # only its shape is read
+    specs = sharding.partition(family, config, mesh)
     total = per_device = 0
     for leaf, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True):
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -92,7 +92,7 @@ def _collective_bytes(config: Any, row_format: RowFormat, mesh_shape: Mapping[st
     itemsize = jnp.dtype(dtype).itemsize
     hidden = config.hidden_size * itemsize
 
-    def ring(nbytes: float, *axes: str) -> int:
+    def ring(nbytes: float | int, *axes: str) -> int:
         devices = math.prod(mesh_shape.get(axis, 1) for axis in axes)
         return int(2 * (devices - 1) / devices * nbytes)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from models import families
 from models.families import Family, Model
@@ -50,7 +50,7 @@ def logical_axes(path: tuple[str, ...], rank: int) -> tuple[str | None, ...]:
     return (*(None, "experts")[:leading], *own)
 
 
-def partition(family: Family, config: Any, mesh: Mesh) -> Any:
+def partition(family: Family, config: Any, mesh: Mesh | AbstractMesh) -> Any:
     """The tree of ``PartitionSpec`` of a model's parameters.
 
     Raises:
