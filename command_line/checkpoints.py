@@ -15,6 +15,7 @@ from experiments.errors import InputError
 from irminsul.cache import CacheConfig
 from irminsul.rope import RotationError, check_rotation
 from models import checkpoint, convert, families, pretrained, smollm2
+from models.device_plan import device_plan
 from models.families import Family, Model
 
 PAGE_ROWS = 64
@@ -48,7 +49,8 @@ def memory_plan(name: str, *, dtype: str, row_dtype: str, memory_gib: float, tok
     quantised = row_dtype in ("int8", "float8_e4m3fn")
     latent_bytes = row.latent_width * jnp.dtype(row_dtype).itemsize + (4 if quantised else 0)
     key_bytes = row.rope_width * (2 if quantised else jnp.dtype(row_dtype).itemsize)
-    token_bytes = row.num_layers * (latent_bytes + key_bytes)
+    index_bytes = row.index_layers * row.index_width * (2 if quantised else jnp.dtype(row_dtype).itemsize)
+    token_bytes = row.num_layers * (latent_bytes + key_bytes) + index_bytes
     weights = parameters * jnp.dtype(dtype).itemsize
     plan = {
         "model": name,
@@ -66,6 +68,24 @@ def memory_plan(name: str, *, dtype: str, row_dtype: str, memory_gib: float, tok
     if memory_gib:
         plan["tokens_that_fit"] = max(0, int((memory_gib * 2**30 - weights) // token_bytes))
     return plan
+
+
+def mesh_plan(name: str, mesh: str, *, dtype: str, memory_gib: float) -> dict[str, Any]:
+    """What a model takes on devices arranged along named axes, such as ``tensor=8,expert=4``.
+
+    Raises:
+      InputError: for axes that are no such list or do not divide the model, or without a device's memory.
+    """
+    if memory_gib <= 0:
+        raise InputError(f"mesh={mesh}: --memory_gib is missing, the memory of one device")
+    folder = next((path for path in (Path(name), pretrained.FOLDER / name) if (path / "config.json").is_file()), None)
+    source = name if folder is None else json.loads((folder / "config.json").read_text())
+    try:
+        axes = {axis: int(count) for axis, count in (part.split("=") for part in mesh.split(","))}
+        plan = device_plan(source, axes, memory_bytes=int(memory_gib * 2**30), dtype=dtype)
+    except ValueError as error:
+        raise InputError(f"mesh={mesh}: {error}; give axes as tensor=8,expert=4") from error
+    return {"mesh": axes, **dataclasses.asdict(plan)}
 
 
 def _list(arguments: list[str], values: flags.FlagValues) -> int:
@@ -112,6 +132,8 @@ def _plan(arguments: list[str], values: flags.FlagValues) -> int:
         plan = memory_plan(name, memory_gib=values.memory_gib, tokens=values.tokens, **sizes)
     except TypeError as error:
         raise InputError(f"dtype={values.dtype}, row_dtype={values.row_dtype}: {error}") from error
+    if values.mesh:
+        plan |= mesh_plan(name, values.mesh, dtype=values.dtype, memory_gib=values.memory_gib)
     if values.json:
         print_json(plan)
         return DONE
@@ -123,7 +145,13 @@ def _plan(arguments: list[str], values: flags.FlagValues) -> int:
         f"{turned:.0%} of each row turned"
     )
     print(f"{values.tokens:,} tokens: {rows:,.2f} GiB, {plan['pages']:,} pages of {PAGE_ROWS} rows")
-    if "tokens_that_fit" in plan:
+    if values.mesh:
+        sent = sum(plan["collective_bytes_per_token"].values())
+        print(
+            f"on {values.mesh}: {plan['parameter_bytes_per_device'] / 2**30:,.2f} GiB of weights a device, and "
+            f"{plan['cache_tokens']:,} tokens beside them; a computed token sends {sent:,} bytes from each device"
+        )
+    elif "tokens_that_fit" in plan:
         print(f"{values.memory_gib:g} GiB hold the weights and {plan['tokens_that_fit']:,} tokens")
     return DONE
 
@@ -205,6 +233,8 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("row_dtype", "", "of cached rows, int8 too; that of the weights if empty", flag_values=values)
     flags.DEFINE_integer("tokens", 100_000, "plan: tokens to keep", lower_bound=1, flag_values=values)
     flags.DEFINE_float("memory_gib", 0.0, "plan: device memory; 0: do not say what fits", flag_values=values)
+    axes = "plan: devices along tensor, expert, sequence and data, such as tensor=8"
+    flags.DEFINE_string("mesh", "", axes, flag_values=values)
     flags.DEFINE_string("out", "", "convert: folder of the converted checkpoint", flag_values=values)
     flags.DEFINE_enum("method", "query_weighted", convert.METHODS, "convert: how slots are chosen", flag_values=values)
     flags.DEFINE_integer("rope_width", 0, "convert: of the rotary key; 0: one head's width", flag_values=values)
@@ -218,12 +248,13 @@ COMMAND = Command(
     "models",
     "list, plan, convert and check models",
     "list [--json]\n"
-    "plan MODEL [--dtype=bfloat16] [--tokens=N] [--memory_gib=N]\n"
+    "plan MODEL [--dtype=bfloat16] [--tokens=N] [--memory_gib=N] [--mesh=AXIS=N,...]\n"
     "convert MODEL --out=DIR [--method=NAME] [--rope_width=N] [--rank=N]\n"
     "self-test MODEL [--dtype=float32]",
     (
         "irminsul models list",
         "irminsul models plan deepseek-v2-lite --dtype=bfloat16 --memory_gib=141",
+        "irminsul models plan deepseek-v3 --dtype=bfloat16 --memory_gib=141 --mesh=tensor=4,expert=4",
         "irminsul models convert irminsul-mini-gqa --method=lossless --out=converted",
         "irminsul models self-test irminsul-mini-mla",
     ),

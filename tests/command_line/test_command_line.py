@@ -52,6 +52,8 @@ def test_help_has_examples_of_the_flags_there_are(name, capsys):
         (["compare", "nowhere", "nowhere"], "holds no result.json"),
         (["models", "ponder"], "'ponder' is unknown; name one of list, plan"),
         (["models", "plan", "gpt-9"], "known: deepseek-r1"),
+        (["models", "plan", "deepseek-v3", "--mesh=tensor=8"], "--memory_gib is missing"),
+        (["models", "plan", "deepseek-v3", "--mesh=tensor", "--memory_gib=9"], "give axes as tensor=8"),
         (["models", "convert", "irminsul-mini-gqa"], "--out=DIR is missing"),
         (["cache", "stats", "file:///nowhere/to/be/found/"], "holds no cache"),
         (["cache", "forget", "file:///nowhere/"], "--model, --namespace and --text are needed"),
@@ -74,6 +76,11 @@ def test_flags_of_one_call_are_not_those_of_the_next(capsys):
         plan = json.loads(capsys.readouterr().out)
         assert plan["cache_bytes_per_token"] == 27 * (512 + 64) * 2
         assert plan["cache_bytes"] == tokens * plan["cache_bytes_per_token"]
+    mesh = ["--mesh=tensor=4,expert=4", "--memory_gib=141"]
+    assert main(["models", "plan", "deepseek-v3", "--json", "--dtype=bfloat16", *mesh]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["weight_bytes"] / 16 <= plan["parameter_bytes_per_device"] < plan["weight_bytes"] / 8
+    assert plan["cache_tokens"] > 0 == plan["tokens_that_fit"]
 
 
 def test_chunk_map_says_where_each_token_was(tmp_path, capsys):
