@@ -301,8 +301,12 @@ def compute(
     logits, generated, after = jax.vmap(one)(stacked, block)
     if not keep_pool:
         return logits, generated, ()
-    leaves, tree = jax.tree.flatten(after)
-    return logits, generated, tuple(tree.unflatten([leaf[index] for leaf in leaves]) for index in range(len(pools)))
+    each = tuple(jax.tree.map(partial(_item, index), after) for index in range(len(pools)))
+    return logits, generated, each
+
+
+def _item(index: int, leaf: Array) -> Array:
+    return leaf[index]
 
 
 def _compute_one(model: Any, pool: LatentPool, block: Block, *, copies: Int[Array, ""], steps: int, storage: Any):

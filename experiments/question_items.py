@@ -83,7 +83,7 @@ def _wiki(folder: Path) -> list[str]:
 
 def _nq(folder: Path) -> list[Passages]:
     wiki = [text for text in _wiki(folder) if len(text.split()) > 60]
-    found = []
+    found: list[Passages] = []
     for index, row in enumerate(passage_questions.read(folder, passage_questions.FILES["nq"])):
         rng = np.random.default_rng([41, index])
         passages = [wiki[at] for at in rng.permutation(len(wiki))[:NQ_DISTRACTORS]]
@@ -119,7 +119,7 @@ def _musique_rag(folder: Path) -> list[Passages]:
 
 
 def _key_value(folder: Path) -> list[Passages]:
-    found = []
+    found: list[Passages] = []
     for row in passage_questions.read(folder, KEY_VALUE):
         records = [f"{key}: {value}\n" for key, value in row["ordered_kv_records"]]
         groups = ["Passage: keys and values\n" + "".join(records[at : at + RECORDS]) for at in range(0, 75, RECORDS)]
