@@ -28,7 +28,7 @@ from experiments import aggregated_traffic, report
 from experiments.errors import InputError
 from experiments.plots import STYLE
 from models import aggregated_attention as aggregated
-from models.aggregated_attention import AggregatedConfig, Kept, Parts
+from models.aggregated_attention import AggregatedConfig, Kept, Kind, Parts
 
 WAYS = ("nearest", "aligned", "all phases")
 # DeepSeek-V4-Flash: 43 layers, of which 23 heavy and 20 sparse (config of transformers 5.23).
@@ -102,7 +102,7 @@ def _checked(config: ConfigDict) -> ConfigDict:
 
 def sizes(config: ConfigDict) -> AggregatedConfig:
     """A small model in DeepSeek-V4's order of layers."""
-    kinds = ("heavy", "heavy", "heavy", "sparse", "heavy", "sparse")
+    kinds: tuple[Kind, ...] = ("heavy", "heavy", "heavy", "sparse", "heavy", "sparse")
     return AggregatedConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_attention_heads=4, head_dim=32, qk_rope_head_dim=8,
         q_lora_rank=24, o_groups=2, o_lora_rank=16, sliding_window=config.window, index_n_heads=8, index_head_dim=16,
@@ -183,7 +183,7 @@ def serve(
     parts, kept = stored
     begin, end = config.header, config.header + config.body
     starts = np.arange(len(fresh[1].entry)) * stride
-    reach = stride if kept.index is not None else 0
+    reach = stride if kept.index_key is not None else 0
     inside = (starts - reach >= begin) & (starts + stride <= end)
     if way == "aligned" and move % stride:
         inside = np.zeros_like(inside)
@@ -200,13 +200,13 @@ def serve(
         return now
 
     entry = entries(parts.content, parts.gate, params["bias"], params["entry_norm"], kept.entry, fresh[1].entry)
-    if kept.index is None:
+    if kept.index_key is None:
         return Kept(row, entry), inside
     own = (parts.index_content, parts.index_gate, params["index_bias"], params["index_norm"])
-    return Kept(row, entry, entries(*own, kept.index, fresh[1].index)), inside
+    return Kept(row, entry, entries(*own, kept.index_key, fresh[1].index_key)), inside
 
 
-def _error(found: np.ndarray, expected: np.ndarray) -> float | None:
+def _error(found: Any, expected: Any) -> float | None:
     """Median relative L2 over rows; None where there are none."""
     if not len(found):
         return None

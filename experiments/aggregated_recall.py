@@ -139,7 +139,7 @@ def ask(config: ConfigDict, params: Any, moves: list[int], count: int) -> list[d
         header = draw.integers(move, HEADER, count)
         now, pairs = prompts(draw, count, header)
         before, _ = prompts(draw, count, header - move, pairs)
-        right = {way: [] for way in ("full", *WAYS)}
+        right: dict[str, list[float]] = {way: [] for way in ("full", *WAYS)}
         for prompt, other, begin in zip(now, before, header.tolist(), strict=True):
             where.header = begin
             logits, fresh = jax.device_get(_prompt(params, prompt))

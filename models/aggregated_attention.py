@@ -72,7 +72,7 @@ class Kept(NamedTuple):
 
     row: Float[Array, "T D"]
     entry: Float[Array, "W D"]
-    index: Float[Array, "W I"] | None = None
+    index_key: Float[Array, "W I"] | None = None
 
 
 def rotation(config: AggregatedConfig) -> RotaryTable:
@@ -160,8 +160,8 @@ def attend(
     rows = rotate_trailing(kept.row, positions, table)
     entries = rotate_trailing(kept.entry, starts, table)
     far = visible_entries(positions, len(starts), stride)
-    if kept.index is not None:
-        far = far & _chosen(params, config, table, x, low_rank, kept.index, far, starts)
+    if kept.index_key is not None:
+        far = far & _chosen(params, config, table, x, low_rank, kept.index_key, far, starts)
     distance = positions[:, None] - positions[None]
     near = (distance >= 0) & (distance < config.sliding_window)
     keys = jnp.concatenate([rows, entries])
