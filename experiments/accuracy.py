@@ -40,7 +40,7 @@ from irminsul.plan import BINS
 from irminsul.prefill import prefill
 
 PAGE = 64
-QUICK = {"samples": 4, "length": 1024, "batch": 1}
+QUICK = {"samples": 2, "length": 1024, "batch": 1}
 
 
 def run(config: ConfigDict, out: Path) -> report.StudyResult:

@@ -28,6 +28,6 @@ def get_config() -> ConfigDict:
             "workers": 0,  # processes that serve items side by side; 0 serves them in this one
             "minutes": 0.0,  # after which no further batch is begun; 0 for no limit
             "resume": False,  # go on from the items of an interrupted run in the same folder
-            "quick": False,  # four items of 1,024 tokens, one after the other
+            "quick": False,  # two items of 1,024 tokens, one after the other
         }
     )
