@@ -30,13 +30,9 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
 from pallas_kernels.rotated_latent_attention.hopper_splits import tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, pack, tile_queries, unpack
 
-# Fastest on an H200 (``docs/log.md``): by whether tiles are of one token, and whether neighbours read the same pages.
-TUNED = {
-    (True, False): hopper_rows.Options("weights_first"),
-    (True, True): hopper_rows.Options("weights_first"),
-    (False, False): hopper_rows.Options("maximum_first", turn_beside=True),
-    (False, True): hopper_rows.Options("maximum_first", turn_beside=True),
-}
+# Fastest on an H200 (``docs/log.md``): where tiles are of one token, and of several.
+ONE_TOKEN = hopper_rows.Options("weights_first")
+SEVERAL_TOKENS = hopper_rows.Options("maximum_first", turn_beside=True)
 
 
 @struct.dataclass
@@ -171,11 +167,6 @@ def plan(
     return Plan(tiles, schedule, in_columns, rotary.interleaved)
 
 
-def tuned_options(tiles: Tiles, interpret: bool) -> hopper_rows.Options:
-    """Of the kernel in rows. The interpreter has no thread for each warpgroup of a cluster on a small machine."""
-    return TUNED[tiles.in_order, tiles.neighbours_share and not interpret]
-
-
 def attend(
     planned: Plan,
     q_latent: Float[Array, "M H C"],
@@ -229,7 +220,8 @@ def _attend_tiles(
     if planned.in_columns:
         out, lse = hopper_columns.attend_tiles(*operands, **settings)
     else:
-        options = tuned_options(tiles, interpret) if options is None else options
+        if options is None:
+            options = ONE_TOKEN if tiles.in_order else SEVERAL_TOKENS
         out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
     return out, lse, mass
 

@@ -15,11 +15,10 @@ A pair of pages, in order:
 
 Whoever is last to read the rotary keys' tile of a page refills that too. The query as the keys of a page see it stays
 in registers; it is turned for the next pair while this one is computed, by factors that were copied in a pair earlier
-still. Where two tiles share their pages (``Options.shared``) a half page is refilled once both are done with it; each
-says so as soon as it is, and waits for the other beside its next product.
+still.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -58,13 +57,11 @@ class Options:
     """How the kernel spends its time; results agree within rounding.
 
     ``order``: what ``right`` waits for before its softmax, weights of ``left`` or only its maximum. ``turn_beside``:
-    queries turn while a product runs. ``shared``: two neighbouring tiles that read the same pages form a cluster, in
-    which each copies half of every page to both.
+    queries turn while a product runs.
     """
 
     order: Literal["weights_first", "maximum_first"] = "weights_first"
     turn_beside: bool = False
-    shared: bool = False
 
 
 _FIELDS = ("request", "position", "first", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
@@ -92,11 +89,7 @@ def attend_tiles(
     """
     tiles, _, width = q_latent.shape
     splits, half = schedule.bounds.shape[1] - 1, width // 2
-    members = 2 if options.shared else 1
-    if options.shared:
-        schedule = replace(schedule, bounds=bounds_of_neighbours(schedule.bounds))
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
-    released = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=4)
     kernel = plgpu.kernel(
         partial(
             _body,
@@ -114,10 +107,8 @@ def attend_tiles(
                 (tiles, schedule.page.shape[1], PAGE_ROWS // GROUP_ROWS, TILE_ROWS) if masses else (1,), jnp.float32
             ),
         ),
-        grid=(tiles // members, splits),
+        grid=(tiles, splits),
         grid_names=("tile", "split"),
-        cluster=(members,),
-        cluster_names=("member",),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types={
@@ -135,7 +126,6 @@ def attend_tiles(
             "bounded": plgpu.Barrier(num_arrivals=1),
             "published": plgpu.Barrier(num_arrivals=1, num_barriers=2),
             "summed": plgpu.Barrier(num_arrivals=2),
-            **({"released": released} if options.shared else {}),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -153,10 +143,9 @@ def _body(
     request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
     factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
     *, scale, interleaved, rotate, interpret, masses, options, query, query_rope, latent, rope, exchange, factors,
-    query_loaded, factors_loaded, latent_loaded, rope_loaded, bounded, published, summed, released=None,
+    query_loaded, factors_loaded, latent_loaded, rope_loaded, bounded, published, summed,
 ):  # fmt: skip
-    split, me = lax.axis_index("split"), lax.axis_index("warpgroup")
-    tile = lax.axis_index("tile") * (2 if options.shared else 1) + lax.axis_index("member")
+    tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
     request, layer = request_ref[tile], layer_ref[0]
     start, stop = bounds_ref[tile, split], bounds_ref[tile, split + 1]
     earliest, last = first_ref[tile], last_ref[tile]
@@ -167,24 +156,12 @@ def _body(
     position = plgpu.load(position_ref.at[tile], layout=rows, optimized=False)
     sides = [pl.ds(side * half, half) for side in range(2)]
 
-    def copy(source, target, barrier):
-        axes = "member" if options.shared else None
-        plgpu.copy_gmem_to_smem(source, target, barrier, collective_axes=axes)
-
     def load(page, slot, side):
         """Half of a page; whoever loads the half that its owner scores last loads its rotary keys too."""
-        copy(latent_ref.at[layer, page, :, sides[side]], latent.at[slot, side], latent_loaded.at[2 * slot + side])
+        barrier = latent_loaded.at[2 * slot + side]
+        plgpu.copy_gmem_to_smem(latent_ref.at[layer, page, :, sides[side]], latent.at[slot, side], barrier)
         if slot != side:
-            copy(rope_ref.at[layer, page], rope.at[slot], rope_loaded.at[slot])
-
-    def release(slot, side):
-        if options.shared:
-            plgpu.barrier_arrive(released.at[2 * slot + side])
-
-    def refill(page, slot, side):
-        if options.shared:
-            plgpu.barrier_wait(released.at[2 * slot + side])
-        load(page, slot, side)
+            plgpu.copy_gmem_to_smem(rope_ref.at[layer, page], rope.at[slot], rope_loaded.at[slot])
 
     def load_factors(entry, side):
         plgpu.copy_gmem_to_smem(factors_ref.at[request, entry], factors.at[side], factors_loaded.at[side])
@@ -262,19 +239,13 @@ def _body(
             zero_rows(latent.at[slot, side], begin, end, interpret)
             plgpu.commit_smem()
 
-    def scores(slot, zero, limits, turned, after_own=None):
+    def scores(slot, zero, limits, turned):
         """In the order in which the parts of a page were asked for."""
         own, other = (
             (query.at[side + zero], latent.at[slot + zero, side].transpose((1, 0)), latent_loaded.at[2 * slot + side])
             for side in (slot, 1 - slot)
         )
-
-        def keys_ready():
-            if after_own is not None:
-                after_own()
-            plgpu.barrier_wait(rope_loaded.at[slot])
-
-        keys = (turned, rope.at[slot + zero].transpose((1, 0)), keys_ready)
+        keys = (turned, rope.at[slot + zero].transpose((1, 0)), rope_loaded.at[slot])
         return masked_scores(product([own, keys, other]), limits)
 
     def hidden_zero(pair):
@@ -324,15 +295,10 @@ def _body(
         out, maximum, total, turned = state
         zero, more = hidden_zero(pair), pair + 1 < stop
         limits = [row_range(2 * pair + slot) for slot in range(2)]
-        page, *next_page = (
-            page_ref[request, entry] for entry in (2 * pair + 1, *(following(pair, 1, slot) for slot in range(2)))
-        )
+        next_page = [page_ref[request, following(pair, 1, slot)] for slot in range(2)]
         distances = turns(pair, 0)
 
-        def late_refill():
-            pl.when(pair > start)(lambda: refill(page, 1, 0))
-
-        score = scores(0, zero, limits[0], turned, late_refill if options.shared else None)
+        score = scores(0, zero, limits[0], turned)
         new = jnp.maximum(maximum, score.max(axis=1))
         if options.order == "maximum_first":
             exchange.at[0][...] = new
@@ -353,9 +319,7 @@ def _body(
             out, turned = product_while([first], scaled, lambda turned: turn_for_next(distances, 0, turned), turned)
         else:
             out = product([first], scaled)
-        pl.when(more)(lambda: release(0, 0))
-        if not options.shared:
-            pl.when(more)(lambda: refill(next_page[0], 0, 0))
+        pl.when(more)(lambda: load(next_page[0], 0, 0))
         if not options.turn_beside:
             turned = turn_for_next(distances, 0, turned)
 
@@ -363,19 +327,9 @@ def _body(
         plgpu.barrier_wait(latent_loaded.at[2])
         clear_unseen(1, 0, limits[1])
         rescale = jnp.exp2(new - newer)
-        second, scaled = (rope.at[1 + zero], latent.at[1 + zero, 0], None), out * along(rescale, out)
-        if options.shared:
-
-            def refill_first():
-                pl.when(more)(lambda: refill(next_page[0], 0, 0))
-                return ()
-
-            (out,) = product_beside([second], scaled, refill_first, ())
-        else:
-            out = product([second], scaled)
-        pl.when(more)(lambda: release(1, 0))
-        if not options.shared:
-            pl.when(more)(lambda: refill(next_page[1], 1, 0))
+        second = (rope.at[1 + zero], latent.at[1 + zero, 0], None)
+        out = product([second], out * along(rescale, out))
+        pl.when(more)(lambda: load(next_page[1], 1, 0))
         return out, newer, total * rescale, turned
 
     def right(pair, state):
@@ -419,28 +373,15 @@ def _body(
             shapes = (maximum, total, plgpu.layout_cast(jnp.zeros_like(score, jnp.bfloat16), plgpu.Layout.WGMMA))
             scaled = out * along(jnp.exp2(maximum - new), out)
             out, newer, total, narrow = product_beside([first], scaled, softmax, shapes)
-        pl.when(more)(lambda: release(0, 1))
-        if not options.shared:
-            pl.when(more)(lambda: refill(next_page[0], 0, 1))
+        pl.when(more)(lambda: load(next_page[0], 0, 1))
         clear_unseen(1, 1, limits[1])
         rescale = jnp.exp2(new - newer)
         second, scaled = (narrow, latent.at[1 + zero, 1], None), out * along(rescale, out)
-
-        def beside(turned):
-            if options.shared:
-                pl.when(more)(lambda: refill(next_page[0], 0, 1))
-            return turn_for_next(distances, 1, turned) if options.turn_beside else turned
-
-        if options.shared or options.turn_beside:
-            out, turned = product_while([second], scaled, beside, turned)
+        if options.turn_beside:
+            out, turned = product_while([second], scaled, lambda turned: turn_for_next(distances, 1, turned), turned)
         else:
             out = product([second], scaled)
-
-        @pl.when(more)
-        def _refill():
-            release(1, 1)
-            refill(next_page[1], 1, 1)
-
+        pl.when(more)(lambda: load(next_page[1], 1, 1))
         return out, newer, total, turned
 
     nothing = (
@@ -475,13 +416,6 @@ def _body(
 
     pl.when(me == 0)(lambda: warpgroup(0, left))
     pl.when(me == 1)(lambda: warpgroup(1, right))
-
-
-def bounds_of_neighbours(bounds: Int[Array, "W P1"]) -> Int[Array, "W P1"]:
-    """Two neighbouring tiles read what either of them sees."""
-    splits = bounds.shape[1] - 1
-    pairs = jnp.repeat(bounds[:, -1].reshape(-1, 2).max(axis=1), 2)
-    return (pairs[:, None] * jnp.arange(splits + 1)[None, :] + splits - 1) // splits
 
 
 def _announce(weights):

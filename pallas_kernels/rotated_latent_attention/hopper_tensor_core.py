@@ -18,14 +18,12 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import PAGE_ROWS, r
 
 # Tiles as TMA writes them and the tensor core reads them: rows of 64 values, 16-byte columns exchanged within a row.
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
-# A factor pair of a product and what to wait for before reading it, if anything: a barrier or a function that waits.
+# A factor pair of a product and the barrier to wait for before reading it, if any.
 Factors = list[tuple[Any, Any, Any]]
 
 
 def _wait(barrier):
-    if callable(barrier):
-        barrier()
-    elif barrier is not None:
+    if barrier is not None:
         plgpu.barrier_wait(barrier)
 
 

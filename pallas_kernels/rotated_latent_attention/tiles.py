@@ -32,17 +32,11 @@ class Tiles:
     last: Int[Array, " W"]
     place: Int[Array, " M"]
     heads: int = struct.field(pytree_node=False)
-    requests: int = struct.field(pytree_node=False)
 
     @property
     def groups(self) -> int:
         """Tiles a token needs."""
         return max(1, self.heads // self.position.shape[1])
-
-    @property
-    def neighbours_share(self) -> bool:
-        """Whether every second tile and the next are of one request, whatever the arguments hold."""
-        return self.request.shape[0] % 2 == 0 and (self.groups % 2 == 0 or self.requests == 1)
 
     @property
     def in_order(self) -> bool:
@@ -90,7 +84,6 @@ def tile_queries(
         last=jnp.repeat(last, groups),
         place=jnp.arange(tokens) if per_tile == 1 else _places(token.reshape(-1), tokens),
         heads=heads,
-        requests=requests,
     )
 
 

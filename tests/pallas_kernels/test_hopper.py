@@ -1,8 +1,5 @@
 """The Hopper kernel without a GPU: tiling of queries, the interpreter with its race detector, lowering to CUDA."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 
 import jax
@@ -171,7 +168,6 @@ def test_the_race_detector_sees_missing_barriers(monkeypatch, capfd):
         (64, 1, 256, {}),
         (128, 1, 512, {"rotate": False}),
         (128, 2, 512, {"interleaved": False}),
-        (128, 1, 512, {"options": hopper_rows.Options("maximum_first", True, shared=True)}),
     ],
 )
 def test_lowers_for_cuda(heads, queries, width, options):
@@ -241,30 +237,3 @@ def test_shapes_the_kernel_does_not_take_are_refused():
     ):
         with pytest.raises(NotImplementedError, match=f"{reason}.*use implementation='xla'"):
             attend(**change)
-
-
-_SHARED = """
-import numpy as np
-from pallas_kernels.rotated_latent_attention import hopper, hopper_rows
-from tests.pallas_kernels.latent_oracle import oracle, random_problem
-
-problem = random_problem(
-    3, heads=128, rows=(140,), queries=(1,), latent_width=128, rope_width=64, page_size=64, dtype="bfloat16"
-)
-options = hopper_rows.Options("maximum_first", turn_beside=True, shared=True)
-out, lse = hopper.rotated_latent_attention(
-    *problem.arguments(), scale=problem.scale, splits=1, options=options, interpret=True
-)
-expected, expected_lse = oracle(problem)
-assert np.linalg.norm(np.asarray(out, np.float64) - expected) < 2.5e-3 * np.linalg.norm(expected)
-assert np.max(np.abs(np.asarray(lse) - expected_lse)) < 1e-3
-print("as expected")
-"""
-
-
-def test_tiles_that_share_pages_in_the_interpreter():
-    """A cluster of two tiles with two warpgroups each, which wait for each other: a thread for every one of them."""
-    environment = os.environ | {"NPROC": "8", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", _SHARED], capture_output=True, text=True, timeout=200, env=environment)
-    assert "as expected" in done.stdout, done.stderr[-2000:]
-    assert "RACE" not in done.stdout
