@@ -30,9 +30,10 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
 from pallas_kernels.rotated_latent_attention.hopper_splits import tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, pack, tile_queries, unpack
 
-# Fastest on an H200 (``docs/log.md``): where tiles are of one token, and of several.
-ONE_TOKEN = hopper_rows.Options("weights_first")
-SEVERAL_TOKENS = hopper_rows.Options("maximum_first", turn_beside=True)
+# Fastest on an H200 (``docs/log.md``): where every request has pages of its own to read, and where many tiles read the
+# same.
+DECODE = hopper_rows.Options("weights_first")
+EXTEND = hopper_rows.Options("maximum_first", turn_beside=True)
 
 
 @struct.dataclass
@@ -221,7 +222,8 @@ def _attend_tiles(
         out, lse = hopper_columns.attend_tiles(*operands, **settings)
     else:
         if options is None:
-            options = ONE_TOKEN if tiles.in_order else SEVERAL_TOKENS
+            requests, _ = planned.schedule.page.shape
+            options = DECODE if q_latent.shape[0] <= requests else EXTEND
         out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
     return out, lse, mass
 
