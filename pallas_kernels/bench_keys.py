@@ -63,6 +63,27 @@ def main(argv: list[str] | None = None) -> None:
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def table(result: dict[str, Any]) -> str:
+    """The figures, as Markdown."""
+    turned = [row for row in result["rows"] if row["op"] == "rotate_keys"]
+    lines = [
+        "| keys of a row, bytes | of the row | implementation | us | ns a token and layer | GB/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in turned:
+        share, each = row["key_bytes"] / row["row_bytes"], 1e3 * row["microseconds"] / row["tokens"] / row["layers"]
+        lines.append(
+            f"| {row['kind']}: {row['key_bytes']} of {row['row_bytes']} | {share:.0%} | {row['implementation']} "
+            f"| {row['microseconds']:.1f} | {each:.2f} | {row['gbps']:.0f} |"
+        )
+    lines += ["", "| hash | tokens | us | million tokens a second |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        if row["op"] != "rotate_keys":
+            rate = row["tokens_per_second"] * 1e-6
+            lines.append(f"| {row['op']} | {row['tokens']:,} | {row['microseconds']:.1f} | {rate:,.0f} |")
+    return "\n".join(lines) + "\n"
+
+
 def implementations() -> tuple[str, ...]:
     """Of turning keys, on this device."""
     hopper = getattr(jax.devices()[0], "compute_capability", None) == "9.0"

@@ -1,6 +1,7 @@
 """The benchmark runs anywhere on little shapes, and its errors are real ones."""
 
 import json
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,8 @@ import numpy as np
 from pallas_kernels import bench, bench_keys
 from pallas_kernels.rotated_latent_attention.arg_specs import SMALL, frequencies
 from pallas_kernels.rotated_latent_attention.reference import rotated_latent_attention
+
+DIRECTORY = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
 def test_writes_rows_and_ceilings(tmp_path, capsys):
@@ -52,3 +55,10 @@ def test_keys_and_hashes_are_timed(tmp_path):
     ]  # fmt: skip
     assert [row["key_bytes"] / row["row_bytes"] for row in rows[:2]] == [64 / 576, 1 / 2]
     assert all(row["microseconds"] > 0 for row in rows)
+
+
+def test_stored_figures_of_keys_and_hashes_are_those_of_their_page():
+    stored, page = (DIRECTORY / f"turned_keys_and_hashes{name}" for name in ("_h200.json", ".md"))
+    table = bench_keys.table(json.loads(stored.read_text()))
+    assert table in page.read_text()
+    assert "| mla: 128 of 1152 | 11% | mosaic_gpu |" in table
