@@ -32,7 +32,8 @@ def rotate_keys(
       source, target: page ids. No target may be named twice, or be the source of another entry.
       delta: positions to turn by, one a page.
       rotary: table of all layers, or one for each along a leading axis.
-      implementation: None takes XLA, which runs everywhere; a named one runs or raises.
+      implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
+        pages of 64 rows, one table, widths of 64 and 128), ten times as fast, and else XLA.
 
     Raises:
       ValueError: if ``W`` is no multiple of the table's width.
@@ -43,14 +44,15 @@ def rotate_keys(
             f"rotate_keys: pages are {pages.shape[-1]} wide, which is no multiple of the table's width {rotary.width}; "
             "give the keys of whole heads"
         )
-    if implementation in (None, "xla"):
-        return reference.rotate_keys(pages, source, target, delta, rotary)
     device = jax.devices()[0]
-    if implementation == "mosaic_gpu" and getattr(device, "compute_capability", None) == "9.0":
+    if implementation in (None, "mosaic_gpu") and getattr(device, "compute_capability", None) == "9.0":
         # Imported on demand: Mosaic is large and nothing else needs it.
         from pallas_kernels.rotate_keys import hopper
 
-        return hopper.rotate_keys(pages, source, target, delta, rotary)
+        if implementation is not None or hopper.unsupported(pages, rotary) is None:
+            return hopper.rotate_keys(pages, source, target, delta, rotary)
+    if implementation in (None, "xla"):
+        return reference.rotate_keys(pages, source, target, delta, rotary)
     raise NotImplementedError(
         f"rotate_keys: implementation={implementation!r} is not available on {device.device_kind!r}; "
         "use implementation='xla' or None"

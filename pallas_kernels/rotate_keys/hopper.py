@@ -31,8 +31,10 @@ def rotate_keys(
     Raises:
       NotImplementedError: for shapes, dtypes or tables the kernel does not take.
     """
+    reason = unsupported(pages, rotary)
+    if reason is not None:
+        raise NotImplementedError(f"rotate_keys: the Hopper kernel cannot take {reason}; use implementation='xla'")
     width = rotary.width
-    _check_supported(pages, rotary)
     layers, heads = pages.shape[0], pages.shape[-1] // width
     cos, sin = (_per_value(factor, rotary.interleaved) for factor in cos_sin(rotary, delta))
     pairs = jnp.zeros((1, width // 2))
@@ -110,13 +112,12 @@ def _per_value(factor: Float[Array, "P F"], interleaved: bool) -> Float[Array, "
     return jnp.repeat(factor, 2, axis=-1) if interleaved else jnp.concatenate([factor, factor], axis=-1)
 
 
-def _check_supported(pages, rotary):
+def unsupported(pages: Float[Array, "L N G W"], rotary: RotaryTable) -> str | None:
+    """What of these arguments the kernel cannot take, or None."""
     reasons = (
         (rotary.coarse_cos.ndim != 2, "a rotary table of several layers"),
         (pages.shape[2] != PAGE_ROWS, f"pages of {pages.shape[2]} rows; it takes {PAGE_ROWS}"),
         (rotary.width not in (64, 128), f"rotary width {rotary.width}; it takes 64 or 128"),
         (pages.dtype != jnp.bfloat16, f"keys of {pages.dtype}; it takes bfloat16"),
     )
-    for wrong, reason in reasons:
-        if wrong:
-            raise NotImplementedError(f"rotate_keys: the Hopper kernel cannot take {reason}; use implementation='xla'")
+    return next((reason for wrong, reason in reasons if wrong), None)
