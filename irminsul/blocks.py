@@ -84,8 +84,8 @@ HOPPER_LATENT_BLOCKS = (
 HOPPER_GROUPED_BLOCKS = tuple(Block(block.tokens, "absorbed") for block in HOPPER_LATENT_BLOCKS)
 # Multiply-adds a second over bytes a second of one H200: 350e12 / 4.2e12 (both measured, sustained).
 HOPPER_WORK_PER_BYTE = 83.0
-# There the kernels work on scores beside the products: a query and row of 16 heads takes 4.0 times as long absorbed as
-# expanded (64.6 and 15.9 ps, ``docs/benchmarks``), and the products alone say 3.4. The absorbed kernel reads pages as
+# There the kernels work on scores beside the products: a query and row of 16 heads takes 3.9 times as long absorbed as
+# expanded (58.7 and 15.2 ps, ``docs/benchmarks``), and the products alone say 3.4. The absorbed kernel reads pages as
 # they lie; what the expanded one gathers and turns took 84 us for 33,792 rows of 576 values, at 320e12 a second.
 HOPPER_SCORE_WORK = 0.0
 HOPPER_ROW_WORK = {"absorbed": 0.0, "expanded": 1400.0}
