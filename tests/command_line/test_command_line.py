@@ -118,7 +118,7 @@ def stored(tmp_path_factory):
     checkpoint.save_safetensors(model, folder / "model")
     url = f"file://{folder}/store/"
     config = CacheConfig(num_pages=16, max_prompt_tokens=256, max_new_tokens=0)
-    engine = Engine.create(model, config, store=url)
+    engine = Engine.create(model, config, mode="deterministic", store=url)
     tokenizer = load_tokenizer(str(TOKENIZER))
     secret = tokenizer.encode("the password is swordfish").ids
     rest = np.random.default_rng(5).integers(300, 8000, 131)
