@@ -1,7 +1,7 @@
 """Summary, tables and plot of the accuracy study."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
         "rows": public,
         "notes": [
             *notes,
-            f"{config.samples} items a task, {config.length} tokens a prompt, {config.mode} mode, {config.dtype}. "
-            "Every chunk was cached behind another context. Intervals: 95 % of a paired bootstrap over items.",
+            f"Up to {config.samples} items a task, {config.length} tokens a prompt at most, {config.mode} mode, "
+            f"{config.dtype}. Every chunk was cached behind another context. Intervals: 95 % of a paired bootstrap over items.",
         ],
         "tables": [table(cells, model) for model in dict.fromkeys(cell["model"] for cell in cells)],
         "figures": ["accuracy.png", "divergence.png"],
@@ -186,25 +186,32 @@ def headline(cells: list[dict[str, Any]]) -> str:
 
 
 def table(cells: list[dict[str, Any]], model: str) -> str:
-    """Markdown: a row a task and policy."""
-    header = ("task", "policy", "right", "against full", "KL", "KL 99 %", "worst", "same token", "reused", "recomputed")
-    rows = [
-        (
-            cell["task"],
-            cell["policy"],
-            f"{cell['exact_match']:.3f}",
-            f"{cell['difference']:+.3f} [{cell['difference_interval'][0]:+.3f}, {cell['difference_interval'][1]:+.3f}]",
-            f"{cell['kl']:.2g} [{cell['kl_interval'][0]:.2g}, {cell['kl_interval'][1]:.2g}]",
-            f"{cell['kl_99']:.2g}",
-            f"{cell['kl_worst']:.2g}",
-            f"{cell['agreement']:.3f}",
-            f"{cell['reused']:.3f}",
-            f"{cell['recomputed']:.3f}",
-        )
-        for cell in cells
-        if cell["model"] == model
-    ]
-    return f"## {model}\n\n" + report.markdown_table(header, rows)
+    """Markdown: a row a task and policy. F1 and times only where some were taken."""
+    cells = [cell for cell in cells if cell["model"] == model]
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "task": lambda cell: cell["task"],
+        "policy": lambda cell: cell["policy"],
+        "items": lambda cell: str(cell["items"]),
+        "right": lambda cell: f"{cell['exact_match']:.3f}",
+        "against full": lambda cell: _with_interval(cell, "difference", "+.3f"),
+        "F1": lambda cell: f"{cell['f1']:.3f}" if "f1" in cell else "",
+        "F1 against full": lambda cell: _with_interval(cell, "f1_difference", "+.3f") if "f1" in cell else "",
+        "KL": lambda cell: _with_interval(cell, "kl", ".2g"),
+        "KL 99 %": lambda cell: f"{cell['kl_99']:.2g}",
+        "worst": lambda cell: f"{cell['kl_worst']:.2g}",
+        "same token": lambda cell: f"{cell['agreement']:.3f}",
+        "reused": lambda cell: f"{cell['reused']:.3f}",
+        "recomputed": lambda cell: f"{cell['recomputed']:.3f}",
+        "first token, ms": lambda cell: f"{cell['ttft_ms']:.0f}" if "ttft_ms" in cell else "",
+    }
+    shown = {name: [column(cell) for cell in cells] for name, column in columns.items()}
+    shown = {name: values for name, values in shown.items() if any(values)}
+    return f"## {model}\n\n" + report.markdown_table(tuple(shown), zip(*shown.values(), strict=True))
+
+
+def _with_interval(cell: dict[str, Any], name: str, form: str) -> str:
+    low, high = cell[f"{name}_interval"]
+    return f"{cell[name]:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> None:
