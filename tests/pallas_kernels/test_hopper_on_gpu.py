@@ -42,8 +42,9 @@ def problem_on_gpu(seed, **shape):
 
 class TestHopper(LatentAttentionCases):
     implementation = "mosaic_gpu"
-    # A turned query is rounded to bfloat16 before its scores; where one row is seen, that is the log-sum-exp.
-    log_sum_exp_tolerance = {"atol": 2e-3, "rtol": 0}  # noqa: RUF012
+    # A turned query is rounded to bfloat16, which moves its scores by up to 2^-9 scale |q| |k|, here 9e-3, and usually
+    # by a tenth of that. Where one row is seen, its score is the log-sum-exp.
+    log_sum_exp_tolerance = {"atol": 4e-3, "rtol": 0}  # noqa: RUF012
 
     def problem(self, seed, **shape):
         return problem_on_gpu(seed, **shape)
