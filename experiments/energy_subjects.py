@@ -118,16 +118,15 @@ class AttentionSubject:
         policy = FULL if scenario == "miss" else HIT
         if scenario == "half":
             policy = dataclasses.replace(HIT, repair="leading", repair_tokens=self.cached // 2)
-        logits = None
-        for document in self.documents:
-            if scenario == "exact":
-                prompt = np.concatenate([document[: self.cached], self._new(self.fresh)])
-            else:
-                head = self._new(self.fresh // 8)
-                known = document[HEADER:] if scenario != "miss" else self._new(self.cached)
-                prompt = np.concatenate([head, known, self._new(self.fresh - self.fresh // 8)])
-            logits, self.plan, _ = self.server.submit(prompt, policy)
+        logits, self.plan = self.server.serve_in_a_row((self._prompt(scenario, one) for one in self.documents), policy)
         return logits
+
+    def _prompt(self, scenario: Scenario, document: np.ndarray) -> np.ndarray:
+        if scenario == "exact":
+            return np.concatenate([document[: self.cached], self._new(self.fresh)])
+        head = self._new(self.fresh // 8)
+        known = document[HEADER:] if scenario != "miss" else self._new(self.cached)
+        return np.concatenate([head, known, self._new(self.fresh - self.fresh // 8)])
 
     def work(self, scenario: Scenario) -> tuple[float, float]:
         counted = work_of(self.server.model, self.server.cache.pool.latent_pages.dtype.itemsize)

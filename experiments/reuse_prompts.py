@@ -2,15 +2,20 @@
 
 import dataclasses
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from irminsul.blocks import Block, cost_model
 from irminsul.cache import CacheConfig, ContentCache, new_cache
+from irminsul.compute import PrefillBatch, run_prefill
 from irminsul.plan import NEW
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import complete, propose, settle, start_computing
+from irminsul.pool import new_pool
+from irminsul.prefill import complete, pack_batch, propose, settle, start_computing
 
 Placement = Literal["spread", "head", "tail"]
 HEADER = 96  # fresh tokens ahead of everything, so that nothing behind them is an exact prefix
@@ -77,6 +82,32 @@ class Server:
         admission = settle(proposal)
         self.cache = complete(admission.cache, admission.request)
         return logits, admission.request.plan, 1e3 * (planned - started)
+
+    def serve_in_a_row(self, prompts: Iterable[np.ndarray], policy: Policy) -> tuple[Any, Any]:
+        """Logits and plan of the last of several prompts, each planned while those before it compute.
+
+        A program with a loop of unknown length keeps the thread that calls it until it ends, so one thread calls and
+        another plans. Planning never looks into the pool: a small one stands for it while the real one is passed on.
+        """
+        config = self.cache.config
+        stand_in = new_pool(self.model.row_format, 1, config.page_size, config.dtype)
+        books, pool, logits, plan = dataclasses.replace(self.cache, pool=stand_in), [self.cache.pool], None, None
+
+        def compute(batch: PrefillBatch, blocks: tuple[Block, ...]) -> Any:
+            settings = {"blocks": blocks, "cost": cost_model(self.model), "storage": config.storage}
+            logits, _, pool[0] = run_prefill(self.model, pool[0], batch, **settings, keep_hidden=False)
+            return logits
+
+        with ThreadPoolExecutor(1) as caller:
+            for prompt in prompts:
+                admission = settle(propose(self.model, books, prompt, policy))
+                batch = pack_batch(admission.cache, admission.placement, admission.request)
+                books, plan = complete(admission.cache, admission.request), admission.request.plan
+                logits = caller.submit(compute, batch, admission.blocks)
+            assert logits is not None
+            last = logits.result()
+        self.cache = dataclasses.replace(books, pool=pool[0])
+        return last, plan
 
     def serve(self, prompt: np.ndarray, policy: Policy = HIT) -> Served:
         """One request from prompt to first token."""
