@@ -167,7 +167,7 @@ def _length_rows(
 
 
 def _submit_new(server: Server, make: Callable[[], np.ndarray], policy: Policy) -> Any:
-    return server.submit(make(), policy)[0]
+    return server.serve_in_a_row([make()], policy)[0]
 
 
 def _median(served: list[Served]) -> float:

@@ -74,7 +74,7 @@ class Server:
         return cls(model, new_cache(config, model.row_format))
 
     def submit(self, prompt: np.ndarray, policy: Policy) -> tuple[Any, Any, float]:
-        """Plans and starts computing; the logits to wait for, the plan, and milliseconds of planning."""
+        """Plans and computes; the logits to wait for, the plan, and milliseconds of planning."""
         started = time.perf_counter()
         proposal = propose(self.model, self.cache, prompt, policy)
         planned = time.perf_counter()
@@ -110,13 +110,24 @@ class Server:
         return last, plan
 
     def serve(self, prompt: np.ndarray, policy: Policy = HIT) -> Served:
-        """One request from prompt to first token."""
+        """One request, timed from prompt to the logits of the first token; its pages are entered in the books behind
+        that."""
         started = time.perf_counter()
-        logits, plan, plan_ms = self.submit(prompt, policy)
+        proposal = propose(self.model, self.cache, prompt, policy)
+        planned = time.perf_counter()
+        logits, _, proposal = start_computing(self.model, proposal)
         jax.block_until_ready(logits)
-        ttft_ms = 1e3 * (time.perf_counter() - started)
-        computed = np.flatnonzero(plan.bin_of_token >= NEW)
-        return Served(plan_ms, ttft_ms - plan_ms, ttft_ms, dict(plan.bins), computed)
+        computed = time.perf_counter()
+        admission = settle(proposal)
+        self.cache = complete(admission.cache, admission.request)
+        plan = admission.request.plan
+        return Served(
+            plan_ms=1e3 * (planned - started),
+            prefill_ms=1e3 * (computed - planned),
+            ttft_ms=1e3 * (computed - started),
+            bins=dict(plan.bins),
+            computed=np.flatnonzero(plan.bin_of_token >= NEW),
+        )
 
     def keep(self, prompt: np.ndarray) -> Served:
         """Serves a prompt and keeps its rows for later ones."""
