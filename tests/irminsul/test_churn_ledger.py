@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 
 from experiments import churn
 from experiments.churn_faults import colliding_pairs, constant_hash, weak_hash
+from experiments.churn_ledger import FORGOTTEN, Archived
 from experiments.churn_session import Churn
 from experiments.configs.churn import get_config
 from experiments.errors import InputError
@@ -99,6 +100,33 @@ def test_a_secret_that_is_kept_or_comes_back_is_found(churned):
     churned.ledger.forget(churned.cache, bit)
     assert churned.ledger.counts["leaked"] > 0
     assert churned.ledger.knowing(churned.cache, bit) == 0
+
+
+@pytest.mark.parametrize(
+    ("histories", "found"),
+    [("pure known", {"leaked"}), ("impure", {"wrong"}), ("impure, pure", set()), ("known, pure", set())],
+    ids=["forgotten", "impure", "pure once", "known once"],
+)
+def test_a_page_from_a_tier_may_have_any_history_of_an_equal_one(churned, histories, found):
+    """Of equal pages a tier gives back either; it must be one that says of itself what this one says."""
+    ledger, tree = churned.ledger, churned.cache.tree
+    page = next(page for page, row in held_rows(churned).tolist() if ledger.pure[page, 0] and ledger.bitwise[page])
+    fill, before = int(tree.fill[page]), tree.copy()
+    before.namespace[page] = FREE
+    tree.pure[page, :fill] = True
+    name = (ledger.owner[page], int(tree.base_position[page]), tree.tokens[page, :fill].tobytes())
+    ledger.archive[name] = [
+        Archived(
+            ledger.rows[page, :fill].copy(),
+            np.full(fill, "impure" not in history),
+            np.full((fill, 2), FORGOTTEN if "known" in history else 0, np.uint64),
+            True,
+        )
+        for history in histories.split(", ")
+    ]
+    ledger.loaded(before, churned.cache)
+    ledger.audit(churned.cache)
+    assert {kind for kind in ("wrong", "leaked", "lost") if ledger.counts[kind]} == found, ledger.notes
 
 
 def believing(tree, prompt, end, page, row_end, owners, *, floor=0, pure=False):
