@@ -207,16 +207,6 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    names = (
-        "model",
-        "cached",
-        "batch",
-        "scenario",
-        "joules",
-        "net_joules",
-        "spread",
-        "milliseconds",
-        "watts",
-        "source",
-    )
-    return report.markdown_table(names, ([row.get(name, row.get("left_out", "")) for name in names] for row in rows))
+    names = ("model", "cached", "batch", "scenario", "joules", "net_joules", "spread", "milliseconds", "watts")
+    cells = ([row.get(name, row.get("left_out", "") if name == "joules" else "") for name in names] for row in rows)
+    return report.markdown_table(names, cells)
