@@ -101,5 +101,7 @@ def test_kernels_that_cannot_read_them_say_so(model, config):
     measuring = dataclasses.replace(
         view, pool=new_pool(model.row_format, 7, 13, "float32", dependence=True), dependence=jnp.zeros((1, 8))
     )
-    with pytest.raises(NotImplementedError, match=r"does not measure how far attention reaches.*dependence=False"):
+    with pytest.raises(NotImplementedError, match=r"does not measure reach on 'cpu'.*use implementation='xla'"):
         model.forward(row, row, measuring)
+    with pytest.raises(NotImplementedError, match=r"does not measure how far attention reaches.*dependence=False"):
+        model.forward(row, row, dataclasses.replace(measuring, implementation="mosaic_tpu"))
