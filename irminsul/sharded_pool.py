@@ -40,13 +40,14 @@ def pool_specs(pool: LatentPool, kind: str) -> LatentPool:
         )
     width = TENSOR if kind == "grouped" else None
     rows, scalars = spec(None, SEQUENCE, None, width, among=axes), spec(None, SEQUENCE, None, among=axes)
-    return LatentPool(
-        latent_pages=rows,
-        rope_pages=rows,
-        dependence=None if pool.dependence is None else scalars,
-        latent_scale=None if pool.latent_scale is None else scalars,
-        index_pages=None if pool.index_pages is None else spec(None, SEQUENCE, None, None, among=axes),
-    )  # type: ignore[arg-type]  # a tree of specs in the shape of a pool
+    specs: dict[str, Any] = {
+        "latent_pages": rows,
+        "rope_pages": rows,
+        "dependence": None if pool.dependence is None else scalars,
+        "latent_scale": None if pool.latent_scale is None else scalars,
+        "index_pages": None if pool.index_pages is None else spec(None, SEQUENCE, None, None, among=axes),
+    }
+    return LatentPool(**specs)  # a tree of specs in the shape of a pool
 
 
 def attend_on_mesh(
