@@ -172,6 +172,12 @@ def test_a_draw_depends_on_seed_and_position_and_not_on_the_batch():
         assert alone[0] == together[i]
     other = draw(logits, Sampling(temperature, top_p, seeds + 1), positions)
     assert (other != together).any()
+    likeliest = jnp.argmax(logits, axis=-1)
+    assert (together != likeliest).any()
+    mixed = draw(logits, Sampling(temperature.at[1::2].set(0), top_p, seeds), positions)
+    assert (mixed[::2] == together[::2]).all()
+    assert (mixed[1::2] == likeliest[1::2]).all()
+    assert (draw(logits, Sampling(0 * temperature, top_p, seeds), positions) == likeliest).all()
 
 
 def test_seeds_repeat_through_the_engine_whether_cold_or_warm(engine):
