@@ -51,17 +51,26 @@ class CostModel:
         return hash((*alone, *self.per_pair.items(), *self.per_row.items()))
 
     def __call__(
-        self, block: Block, tokens: Int[Array, ""], rows: Int[Array, ""], visible: Float[Array, ""]
-    ) -> Float[Array, ""]:
-        """Work a computed token when ``tokens`` of the block are real, the last of them sees ``rows`` rows, and all of
-        them together see ``visible``."""
-        rows, real = rows.astype(jnp.float32), tokens.astype(jnp.float32)
-        model = block.tokens * self.fixed + real * self.routed + self.weights
-        if self.causal:
-            pairs = visible * (self.per_pair[block.form] - min(self.per_pair.values()))
-        else:
-            pairs = block.tokens * rows * self.per_pair[block.form]
-        return (model + pairs + rows * self.per_row[block.form]) / real
+        self,
+        blocks: tuple[Block, ...],
+        tokens: Float[Array, "K N"],
+        rows: Float[Array, "K N"],
+        visible: Float[Array, "K N"],
+    ) -> Float[Array, "K N"]:
+        """Work of each of ``N`` blocks at ``K`` places, of whose tokens so many are real, the last of them sees
+        ``rows`` rows, and all of them together see ``visible``."""
+        size, per_pair, per_row = (
+            jnp.asarray(values, jnp.float32)[None]
+            for values in (
+                [block.tokens for block in blocks],
+                [self.per_pair[block.form] for block in blocks],
+                [self.per_row[block.form] for block in blocks],
+            )
+        )
+        model = size * self.fixed + tokens * self.routed + self.weights
+        beyond = per_pair - min(self.per_pair.values())
+        pairs = visible * beyond if self.causal else size * rows * per_pair
+        return model + pairs + rows * per_row
 
 
 # Multiply-adds that one score (mask, exponential, rescaling) and one value of a gathered row cost in time. Fitted on
@@ -166,13 +175,25 @@ def choose_block(
 
     ``positions`` are those of the ``count`` computed tokens. A block that reaches over a reused span makes all its
     tokens pay for the rows that its last one sees, which is why a short block before the gap can be the cheaper one.
+    Where every block reads all weights (``causal``) the one behind it, no larger, is looked at, too: what a short block
+    saves, the block for the few tokens it leaves over can cost.
     """
-
     seen = jnp.cumsum(positions + 1.0)
+    sizes = jnp.asarray([block.tokens for block in blocks], jnp.int32)
 
-    def work(block: Block) -> Float[Array, ""]:
-        end = jnp.minimum(start + block.tokens, count)
-        visible = seen[end - 1] - jnp.where(start > 0, seen[start - 1], 0.0)
-        return cost(block, end - start, positions[end - 1] + 1, visible)
+    def work_from(begin: Int[Array, " K"]) -> tuple[Float[Array, "K N"], Int[Array, "K N"]]:
+        """Of each block beginning there, and where it ends."""
+        end = jnp.minimum(begin[:, None] + sizes[None], count)
+        before = jnp.where(begin > 0, seen[begin - 1], 0.0)[:, None]
+        tokens, rows = (end - begin[:, None]).astype(jnp.float32), (positions[end - 1] + 1).astype(jnp.float32)
+        return cost(blocks, tokens, rows, seen[end - 1] - before), end
 
-    return jnp.argmin(jnp.stack([work(block) for block in blocks]))
+    work, end = (each[0] for each in work_from(start[None]))
+    if not cost.causal:
+        return jnp.argmin(work / (end - start).astype(jnp.float32))
+    more, last = work_from(end)
+    ahead = (end < count)[:, None]
+    total = work[:, None] + jnp.where(ahead, more, 0.0)
+    done = jnp.where(ahead, last, end[:, None]) - start
+    each = jnp.where(sizes[None] <= sizes[:, None], total / done.astype(jnp.float32), jnp.inf)
+    return jnp.argmin(jnp.min(each, axis=1))
