@@ -88,7 +88,7 @@ def test_splits_share_the_visible_pairs(splits):
 
 def test_merge_is_one_softmax(capfd):
     """More splits than are in flight at once, rows that some splits or all of them see nothing of, tokens nowhere."""
-    splits, tiles, heads, width = 35, 2, 2, 128
+    splits, tiles, heads, width = 19, 2, 2, 128
     rng = np.random.default_rng(1)
     lse = rng.standard_normal((splits, tiles, 2 * heads)).astype(np.float32) * 9
     out = rng.standard_normal((*lse.shape, width)).astype(np.float32)
@@ -140,9 +140,8 @@ def test_interpreted_kernels_against_the_oracle(heads, rows, queries, splits, in
     assert_close(lse[seen], expected_lse[seen], atol=1e-3)
     assert not np.any(out[~seen])
     if heads == 64:
-        measured = reference.rotated_latent_attention_with_reach(
-            *problem.arguments(), scale=problem.scale, distances=settings["distances"]
-        )
+        measure = partial(reference.rotated_latent_attention_with_reach, distances=settings["distances"])
+        measured = jax.jit(partial(measure, scale=problem.scale))(*problem.arguments())
         assert_close(shares, measured[2], atol=1e-3, rtol=0)
         assert 0.1 < float(jnp.max(shares[..., 2])) < float(jnp.max(shares[..., 0]))
 
