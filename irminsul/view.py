@@ -109,11 +109,13 @@ class PagedView:
     ) -> tuple[Float[Array, "M H V"], "PagedView"]:
         """Attention of rows of a ``kind`` on one device, or on each of a mesh. ``heads``: operands and their axis of
         heads."""
-        attend = _ATTEND[kind]
+        attend: Any = _ATTEND[kind]
         if not split_axes(SEQUENCE, TENSOR):
             out, _, reach, pool = attend(self, **{name: x for name, (x, _) in heads.items()}, **shared, scale=scale)
             return out, self._with_reach(pool, None if reach is None else jnp.max(reach, axis=1))
-        rest = dataclasses.replace(self, pool=None, page_table=None, write_page=None)
+        # What was prepared for the whole table serves no device's part of it.
+        own: dict[str, Any] = dict.fromkeys(("pool", "page_table", "write_page", "packed", "planned"))
+        rest = dataclasses.replace(self, **own)
 
         def on_device(pool, page_table, write_page, rest, shared, **heads):
             view = dataclasses.replace(rest, pool=pool, page_table=page_table, write_page=write_page)
@@ -125,7 +127,17 @@ class PagedView:
         return out, self._with_reach(pool, reach)
 
     def _latent(
-        self, *, layer, q_nope, q_rope, c_kv, k_rope, w_uk, w_uv, rotary, scale
+        self,
+        *,
+        layer: Any,
+        q_nope: Any,
+        q_rope: Any,
+        c_kv: Any,
+        k_rope: Any,
+        w_uk: Any,
+        w_uv: Any,
+        rotary: RotaryTable,
+        scale: float,
     ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H K"] | None, LatentPool]:
         """Output, log-sum-exp, reach if it is measured, and the pool with the block's rows."""
         view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
@@ -173,7 +185,7 @@ class PagedView:
         return jnp.einsum("MHC,HCV->MHV", out, w_uv), lse, reach, view.pool
 
     def _grouped(
-        self, *, layer, query, key, value, rotary, scale
+        self, *, layer: Any, query: Any, key: Any, value: Any, rotary: RotaryTable, scale: float
     ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"] | None, LatentPool]:
         """As ``_latent``."""
         tokens, key_heads, _ = key.shape

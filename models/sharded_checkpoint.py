@@ -101,13 +101,21 @@ class _EmptyParts:
 
     def __init__(self, shape: jax.ShapeDtypeStruct, placed: NamedSharding):
         self.shape, self.dtype, self.sharding = shape.shape, shape.dtype, placed
-        self.slices = placed.addressable_devices_indices_map(shape.shape)
+        self.slices = {
+            device: slices
+            for device, slices in placed.addressable_devices_indices_map(shape.shape).items()
+            if slices is not None
+        }
         self.arrays = {
             device: jnp.zeros(placed.shard_shape(shape.shape), shape.dtype, device=device) for device in self.slices
         }
 
     def set(self, index: tuple[int, ...], value: np.ndarray) -> None:
-        """Sets ``whole[index] = value`` in the parts that hold some of it; ``index`` counts layers and experts."""
+        """Sets ``whole[index] = value`` in the parts that hold some of it; ``index`` counts layers and experts.
+
+        What is sent is in the order of the file; devices turn it, which a host does far below the speed of a disk. Each
+        part is waited for, or the host would hold what is still on its way.
+        """
         for device, slices in self.slices.items():
             begins = [part.start or 0 for part in slices]
             lengths = self.arrays[device].shape
@@ -115,18 +123,22 @@ class _EmptyParts:
             if any(not 0 <= place < length for place, length in zip(at, lengths, strict=False)):
                 continue
             own = value[tuple(slices[len(index) :])]
-            own = jax.device_put(np.ascontiguousarray(own.astype(self.dtype, copy=False)), device)
-            self.arrays[device] = _set_at(self.arrays[device], own, np.asarray(at, np.int32))
+            stored = np.argsort([-abs(stride) for stride in own.strides], kind="stable")
+            sent = jax.device_put(np.ascontiguousarray(own.transpose(stored)), device)
+            turned = tuple(np.argsort(stored).tolist())
+            self.arrays[device] = _set_at(self.arrays[device], sent, np.asarray(at, np.int32), turned)
+            self.arrays[device].block_until_ready()
 
     def assembled(self) -> jax.Array:
         """The whole parameter, its parts where they are."""
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, list(self.arrays.values()))
 
 
-@partial(jax.jit, donate_argnums=0)
-def _set_at(part: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
+@partial(jax.jit, donate_argnums=0, static_argnames="turned")
+def _set_at(part: jax.Array, value: jax.Array, at: jax.Array, turned: tuple[int, ...]) -> jax.Array:
+    value = value.transpose(turned).astype(part.dtype)
     own = value.reshape((1,) * (part.ndim - value.ndim) + value.shape)
-    start = [*(at[axis] for axis in range(at.shape[0])), *(0 for _ in range(value.ndim))]
+    start: list[Any] = [*(at[axis] for axis in range(at.shape[0])), *(0 for _ in range(value.ndim))]
     return jax.lax.dynamic_update_slice(part, own, start)
 
 
