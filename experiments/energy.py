@@ -8,6 +8,7 @@ takes (net). Without a counter the same rows hold what a model of operations and
 import gc
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,7 @@ def _case_rows(
         repeats = settings["repeats"] if len(scenarios) == len(SCENARIOS) else 1
         try:
             if counter:
-                readings = counter.measure(
-                    lambda scenario=scenario: subject.serve(scenario), settings["seconds"], repeats
-                )
+                readings = counter.measure(partial(subject.serve, scenario), settings["seconds"], repeats)
             else:
                 jax.block_until_ready(subject.serve(scenario))
                 readings = [modelled(*subject.work(scenario))]

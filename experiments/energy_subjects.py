@@ -58,8 +58,12 @@ class Subject(Protocol):
     """A model behind whatever cache it allows."""
 
     name: str
-    shape: str
-    parameters: int
+
+    @property
+    def shape(self) -> str: ...
+
+    @property
+    def parameters(self) -> int: ...
 
     def prepare(self, cached: int, fresh: int, batch: int) -> None:
         """Caches ``batch`` documents, ready for prompts of ``cached`` tokens of one and ``fresh`` new ones.
@@ -129,6 +133,7 @@ class AttentionSubject:
         return np.concatenate([head, known, self._new(self.fresh - self.fresh // 8)])
 
     def work(self, scenario: Scenario) -> tuple[float, float]:
+        assert self.server.cache.pool is not None
         counted = work_of(self.server.model, self.server.cache.pool.latent_pages.dtype.itemsize)
         computed = np.flatnonzero(self.plan.bin_of_token >= NEW)
         largest = max(block.tokens for block in blocks_for(self.server.model, "fast"))
