@@ -60,9 +60,6 @@ class Subject(Protocol):
     name: str
 
     @property
-    def shape(self) -> str: ...
-
-    @property
     def parameters(self) -> int: ...
 
     def prepare(self, cached: int, fresh: int, batch: int) -> None:
@@ -94,12 +91,6 @@ class AttentionSubject:
     cached: int = 0
     fresh: int = 0
     plan: Any = None
-
-    @property
-    def shape(self) -> str:
-        """What it is, for a reader."""
-        config = self.server.model.config
-        return f"{config.num_hidden_layers} layers, {config.num_attention_heads} heads"
 
     @property
     def parameters(self) -> int:
@@ -134,7 +125,7 @@ class AttentionSubject:
 
     def work(self, scenario: Scenario) -> tuple[float, float]:
         assert self.server.cache.pool is not None
-        counted = work_of(self.server.model, self.server.cache.pool.latent_pages.dtype.itemsize)
+        counted = work_of(self.server.model, jnp.dtype(self.server.cache.config.dtype).itemsize)
         computed = np.flatnonzero(self.plan.bin_of_token >= NEW)
         largest = max(block.tokens for block in blocks_for(self.server.model, "fast"))
         blocks = -(-len(computed) // largest)
@@ -160,12 +151,6 @@ class RecurrentSubject:
     behind: Any = None
     state: Any = None
     known: np.ndarray | None = None
-
-    @property
-    def shape(self) -> str:
-        """What it is, for a reader."""
-        kinds = list(self.model.kinds)
-        return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
 
     @property
     def parameters(self) -> int:
