@@ -46,7 +46,7 @@ def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: 
                 left.plot(middle, place, marker, color=colour, markersize=5, label=None if shown else label)
                 shown = True
         left.axvspan(1, 1.01, color="#d9622b", alpha=0.25, linewidth=0)
-        left.set_xlim(0.98, WIDEST)
+        left.set_xlim(0.99, min(WIDEST, left.get_xlim()[1]))
         left.set_xlabel("perplexity over the lossless form's; shaded: within 1 %")
         left.set_yticks(places, names)
         left.legend(frameon=False, loc="upper right")

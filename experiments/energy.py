@@ -55,10 +55,11 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     summary = _summary(rows, settings)
     if not summary:
         raise InputError(f"models={config.models!r}: none could be measured: {left_out}")
-    energy_plots.plot_saved(rows, settings["cached"], settings["batch"], out / "saved.png")
+    title = _title(summary, settings, measured=counter is not None)
+    energy_plots.plot_saved(rows, settings["cached"], settings["batch"], title, out / "saved.png")
     source = "NVML total-energy counter" if counter else "a MODEL of operations and bytes, nothing measured"
     return {
-        "title": _title(summary, settings, measured=counter is not None),
+        "title": title,
         "summary": summary,
         "rows": rows,
         "notes": [

@@ -1,5 +1,6 @@
 """Plot of the energy study: joules a prompt by model and way of serving, as shares of a miss."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,19 +8,19 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.plots import STYLE
+from experiments.plots import STYLE, TITLE_WIDTH
 
 COLOURS = {"miss": "#d9622b", "half": "#e9a15b", "shifted": "#6baed6", "exact": "#1f4e8c"}
 LABELS = {"miss": "computed", "half": "moved, half recomputed", "shifted": "moved rows", "exact": "exact prefix"}
 
 
-def plot_saved(rows: Sequence[dict[str, Any]], cached: int, batch: int, path: Path) -> None:
+def plot_saved(rows: Sequence[dict[str, Any]], cached: int, batch: int, title: str, path: Path) -> None:
     """Bars by model; a miss is 1."""
     here = [row for row in rows if (row["cached"], row["batch"]) == (cached, batch) and "joules" in row]
     models = list(dict.fromkeys(row["model"] for row in here))
     joules = {(row["model"], row["scenario"]): row["joules"] for row in here}
     with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(7.5, 3.2), layout="constrained")
+        figure, axis = plt.subplots(figsize=(7.5, 3.6), layout="constrained")
         for index, (scenario, colour) in enumerate(COLOURS.items()):
             shares = [
                 joules.get((name, scenario), np.nan) / joules[name, "miss"] if (name, "miss") in joules else np.nan
@@ -29,5 +30,6 @@ def plot_saved(rows: Sequence[dict[str, Any]], cached: int, batch: int, path: Pa
         axis.set_xticks(range(len(models)), models)
         axis.set(ylabel="energy, a miss = 1")
         axis.legend(frameon=False, fontsize=7.5, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.15))
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)

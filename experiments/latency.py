@@ -78,9 +78,10 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     decoding = _decoding(server, work, copy, settings)
     summary = _summary(rows, work, peak, settings) | hit | decoding | start
     summary |= {"matmul_tflops": peak / 1e12, "copy_gb_per_second": copy / 1e9, "compiled_while_timing": later.programs}
-    latency_plots.plot_fractions(rows, out / "fractions.png")
+    title = _title(summary, config.preset, lengths)
+    latency_plots.plot_fractions(rows, title, out / "fractions.png")
     return {
-        "title": _title(summary, config.preset, lengths),
+        "title": title,
         "summary": summary,
         "rows": rows,
         "notes": [

@@ -1,22 +1,25 @@
 """Plot of the latency study: time to first token by the share served from cache, beside the ideal."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
-from experiments.plots import STYLE
+from experiments.plots import STYLE, TITLE_WIDTH
 
 BLUE, ORANGE, RED, GREY = "#1f4e8c", "#d9622b", "#b3362c", "#8c8c8c"
 EDGES = (("head", ORANGE, "new tokens first"), ("tail", RED, "new tokens last"), ("exact", GREY, "exact prefix"))
 
 
-def plot_fractions(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def plot_fractions(rows: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """One panel a length: spread reuse as a line, its ideal dashed, other placements as marks."""
     lengths = sorted({row["length"] for row in rows})
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(lengths), figsize=(4.2 * len(lengths), 3.4), squeeze=False)
+        figure, axes = plt.subplots(
+            1, len(lengths), figsize=(4.2 * len(lengths), 3.6), squeeze=False, layout="constrained"
+        )
         for axis, length in zip(axes[0], lengths, strict=True):
             here = [row for row in rows if row["length"] == length]
             line = [row for row in here if row["placement"] in ("full", "spread")]
@@ -27,9 +30,10 @@ def plot_fractions(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 points = [(100 * row["fraction"], row["ttft_ms"]) for row in here if row["placement"] == placement]
                 if points:
                     axis.plot(*zip(*points, strict=True), "s", color=colour, markersize=4, label=label)
-            axis.set(xlabel="served from cache (%)", title=f"{length:,} tokens", ylim=(0, None))
+            axis.set(xlabel="served from cache (%)", ylim=(0, None))
+            axis.set_title(f"{length:,} tokens", fontsize=9, loc="left")
         axes[0][0].set_ylabel("time to first token (ms)")
         axes[0][0].legend(frameon=False, fontsize=7.5)
-        figure.tight_layout()
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
