@@ -14,6 +14,7 @@ Entries are compared with fresh ones before rotation, which is exact. Then the s
 entries replaced, and its logits at the question are compared with full prefill.
 """
 
+import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from ml_collections import ConfigDict
 
 from experiments import aggregated_traffic, report
 from experiments.errors import InputError
-from experiments.plots import STYLE
+from experiments.plots import STYLE, TITLE_WIDTH
 from models import aggregated_attention as aggregated
 from models.aggregated_attention import AggregatedConfig, Kept, Kind, Parts
 
@@ -54,13 +55,14 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
         f"traffic_{name}_fraction": sum(row[name] for row in moved) / sum(row["shifted"] for row in moved)
         for name in ("sparse_whole", "sparse_aligned", "heavy_whole", "heavy_aligned")
     }
-    plot(config, rows, out / "entries.png")
+    title = (
+        "An aggregated entry can be moved by multiples of its stride alone (error "
+        f"{summary['heavy_entry_error_aligned']:.0e}, else {summary['heavy_entry_error_nearest_unaligned']:.2f}); "
+        "kept at every phase it moves like any row"
+    )
+    plot(config, rows, title, out / "entries.png")
     return {
-        "title": (
-            "An aggregated entry can be moved by multiples of its stride alone (error "
-            f"{summary['heavy_entry_error_aligned']:.0e}, else {summary['heavy_entry_error_nearest_unaligned']:.2f}); "
-            "kept at every phase it moves like any row"
-        ),
+        "title": title,
         "summary": summary,
         "rows": rows + moved,
         "notes": [
@@ -309,10 +311,10 @@ def storage_table() -> str:
     return "\n".join(lines)
 
 
-def plot(config: ConfigDict, rows: list[dict[str, Any]], path: Path) -> None:
+def plot(config: ConfigDict, rows: list[dict[str, Any]], title: str, path: Path) -> None:
     """Entry error by move: the first heavy layer, where no context enters, and the first sparse one."""
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.3), layout="constrained", sharey=True)
+        figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.8), layout="constrained", sharey=True)
         for axis, layer, stride in zip(axes, (0, 3), (config.heavy_stride, config.sparse_stride), strict=True):
             moves = sorted({row["move"] for row in rows})
             for way, bias, marker in (("nearest", 1.0, "o"), ("nearest", 0.0, "v"), ("all phases", 1.0, "s")):
@@ -321,9 +323,11 @@ def plot(config: ConfigDict, rows: list[dict[str, Any]], path: Path) -> None:
                 axis.plot(moves, values, marker, color=COLOURS[way], markersize=4, label=label, alpha=0.8)
             for aligned in range(0, max(moves) + 1, config.heavy_stride):
                 axis.axvline(aligned, color="#8c8c8c", linewidth=0.8, linestyle=":")
-            axis.set(yscale="log", xlabel="moved by (tokens)", title=f"layer {layer}, stride {stride}")
+            axis.set(yscale="log", xlabel="moved by (tokens)")
+            axis.set_title(f"layer {layer}, stride {stride}", fontsize=9, loc="left")
         axes[0].set(ylabel="relative L2 of entries, median")
         axes[0].annotate("equal", (4, FLOOR), (0, 4), textcoords="offset points", fontsize=8, color="#8c8c8c")
         axes[0].legend(frameon=False, fontsize=8, loc="center right")
+        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
