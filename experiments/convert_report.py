@@ -83,7 +83,9 @@ def table(by_name: dict[str, dict[str, Row]]) -> str:
             cells.append(_perplexity(found[task], by_name["lossless"][task]))
         cells.insert(2, found["text"]["kl"])
         cells += [_answers(found[task], by_name["original"][task]) for task in questions]
-        cells += [f"{100 * np.mean(found['chat']['first']):.1f} / {100 * np.mean(found['chat']['whole']):.1f}"] * chats
+        if chats:
+            first, whole = (100 * np.mean(found["chat"][part]) for part in ("first", "whole"))
+            cells.append(f"{first:.1f} / {whole:.1f}")
         cells += [f"{np.mean(found[task]['exact']):.2f}" for task in needles]
         lines.append(cells)
     return report.markdown_table(header, lines)

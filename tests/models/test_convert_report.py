@@ -52,6 +52,14 @@ def test_differences_are_paired(tmp_path):
     assert (tmp_path / result["figures"][0]).stat().st_size > 1000
 
 
+def test_a_quick_study_asks_nobody_to_chat_and_its_table_says_nothing_of_it(tmp_path):
+    config = configuration.get_config()
+    full = list(rows(config))
+    quick = [{"variant": row["variant"], "task": "chat"} if row["task"] == "chat" else row for row in full]
+    tables = [convert_report.describe(config, measured, [], tmp_path)["tables"][0] for measured in (full, quick)]
+    assert ["chat" in table for table in tables] == [True, False]
+
+
 def test_shares_divide_the_variants():
     config = configuration.get_config()
     config.variants = ()
