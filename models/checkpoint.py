@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from models import families, mistral_params
-from models.families import Architecture, Model, Tensor
+from models.families import Architecture, Family, Model, Tensor
 from models.row_int8 import with_row_scales
 from models.safetensors_reader import CheckpointError, Stored, read_folder
 
@@ -51,14 +51,24 @@ def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
             f"{str(name_or_path)!r} is neither a folder with config.json nor a checkpoint of this project "
             f"({', '.join(names) or 'none yet'})"
         )
+    family, config, tensors = read_published(folder)
+    return families.model(family, config, read_parameters(family, config, tensors, dtype))
+
+
+def read_published(folder: Path) -> tuple[Family, Any, Mapping[str, Stored]]:
+    """Family, config and tensors of a published folder; no tensor is read yet.
+
+    Raises:
+      CheckpointError: for a missing, truncated or unreadable file.
+      ValueError: for a config that is unsupported or contradicts itself.
+    """
     if (folder / "config.json").exists():
         fields = json.loads((folder / "config.json").read_text())
     else:
         fields = mistral_params.config_of(json.loads((folder / "params.json").read_text()))
     family, config = families.read_config(fields)
     block = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    tensors = with_row_scales(read_folder(folder, tuple(block)))
-    return families.model(family, config, read_parameters(family, config, tensors, dtype))
+    return family, config, with_row_scales(read_folder(folder, tuple(block)))
 
 
 def read_parameters(family: Architecture, config: Any, stored: Mapping[str, Stored], dtype: Any) -> Any:
@@ -164,6 +174,19 @@ def save(model: Model, folder: str | Path) -> None:
     _write_config(model, folder)
 
 
+def saved_config(folder: str | Path) -> tuple[Path, Family, Any]:
+    """The absolute folder that ``save`` wrote, and the family and config in it.
+
+    Raises:
+      FileNotFoundError: if the folder holds no such checkpoint.
+    """
+    folder = Path(folder).absolute()
+    if not (folder / "params").exists() or not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} holds no checkpoint; it needs config.json and params")
+    family, config = families.read_config(json.loads((folder / "config.json").read_text()))
+    return folder, family, config
+
+
 def restore(folder: str | Path, dtype: Any = None) -> Model:
     """Reads what ``save`` wrote; ``dtype`` None keeps that of the embedding.
 
@@ -173,10 +196,7 @@ def restore(folder: str | Path, dtype: Any = None) -> Model:
     """
     import orbax.checkpoint
 
-    folder = Path(folder).absolute()
-    if not (folder / "params").exists() or not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} holds no checkpoint; it needs config.json and params")
-    family, config = families.read_config(json.loads((folder / "config.json").read_text()))
+    folder, family, config = saved_config(folder)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         saved = checkpointer.metadata(folder / "params").item_metadata
         dtype = dtype or saved["embed"].dtype

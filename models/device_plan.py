@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from models import families, sharding
 from models.families import RowFormat
-from pallas_kernels.mesh_axes import EXPERT, SEQUENCE, TENSOR
+from pallas_kernels.mesh_axes import DATA, EXPERT, SEQUENCE, TENSOR
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def device_plan(
     Raises:
       ValueError: for an unknown preset or axis, or a dimension that the mesh does not divide.
     """
-    unknown = set(mesh_shape) - {TENSOR, EXPERT, SEQUENCE, "data"}
+    unknown = set(mesh_shape) - {TENSOR, EXPERT, SEQUENCE, DATA}
     if unknown:
         raise ValueError(f"mesh axis {sorted(unknown)[0]!r} is unknown; use {TENSOR}, {EXPERT}, {SEQUENCE} or data")
     family, config = families.read_config(source)
@@ -69,7 +69,7 @@ def device_plan(
         total, per_device = total + size, per_device + size // split
     row_bytes = _row_bytes(family.row_format(config), mesh_shape, jnp.dtype(dtype).itemsize)
     room = int(memory_bytes * (1 - reserve)) - per_device
-    pools = mesh_shape.get(SEQUENCE, 1) * mesh_shape.get("data", 1)
+    pools = mesh_shape.get(SEQUENCE, 1) * mesh_shape.get(DATA, 1)
     return DevicePlan(
         parameters=families.parameter_count(shapes),
         parameter_bytes=total,

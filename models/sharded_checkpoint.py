@@ -5,7 +5,6 @@ and tensor after tensor is read, cut, and set in place (donated) in the parts it
 at a time. On several hosts each reads what its own devices keep. Layout and checks are those of ``checkpoint.py``.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,10 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from models import families, sharding
-from models.checkpoint import check_tensors
+from models.checkpoint import check_tensors, read_published, saved_config
 from models.families import Family, Model, Tensor
-from models.row_int8 import with_row_scales
-from models.safetensors_reader import Stored, read_folder
+from models.safetensors_reader import Stored
 
 Progress = Callable[[int, int, float], None]
 """Called with bytes read, bytes in all, and seconds since the start."""
@@ -46,10 +44,7 @@ def load_sharded(
     folder = Path(folder)
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no config.json; a checkpoint is a folder with that and safetensors")
-    fields = json.loads((folder / "config.json").read_text())
-    family, config = families.read_config(fields)
-    block = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    stored = with_row_scales(read_folder(folder, tuple(block)))
+    family, config, stored = read_published(folder)
     params = read_sharded(family, config, stored, mesh, dtype, progress)
     return Model(params, family.rotary(config), config, family, digest)
 
@@ -151,10 +146,7 @@ def restore_sharded(folder: str | Path, mesh: Mesh, dtype: Any = jnp.bfloat16, *
     """
     import orbax.checkpoint  # takes seconds to import, and serving needs it not
 
-    folder = Path(folder).absolute()
-    if not (folder / "params").exists() or not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{folder} holds no checkpoint; it needs config.json and params")
-    family, config = families.read_config(json.loads((folder / "config.json").read_text()))
+    folder, family, config = saved_config(folder)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         params = checkpointer.restore(folder / "params", sharding.abstract(family, config, mesh, dtype))
     return Model(params, family.rotary(config), config, family, digest)
