@@ -41,60 +41,58 @@ SPEC = arg_specs.ArgSpec(heads=16, requests=1, query_tokens=64, kv_length=331)
 KEY_WIDTH = 128
 
 
-def _latent(dtype: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    operands = _cast(arg_specs.arguments(SPEC), dtype)
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
+    return jnp.asarray((rng.standard_normal(shape, np.float32) * scale).astype(jnp.bfloat16))
+
+
+def _latent() -> tuple[Callable[..., Any], dict[str, Any]]:
+    operands = arg_specs.arguments(SPEC)
     return partial(rotated_latent_attention, scale=operands.pop("scale")), operands
 
 
-def _expanded(dtype: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _expanded() -> tuple[Callable[..., Any], dict[str, Any]]:
     operands = arg_specs.arguments(SPEC)
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng = np.random.default_rng(1)
     shapes = {
         "q_nope": (SPEC.query_tokens, SPEC.heads, KEY_WIDTH),
         "w_uk": (SPEC.heads, KEY_WIDTH, SPEC.latent_width),
         "w_uv": (SPEC.heads, SPEC.latent_width, KEY_WIDTH),
     }
-    for key, (name, shape) in zip(keys, shapes.items(), strict=True):
-        operands[name] = (jax.random.normal(key, shape) * shape[1] ** -0.5).astype(jnp.bfloat16)
+    operands |= {name: _normal(rng, shape, shape[1] ** -0.5) for name, shape in shapes.items()}
     del operands["q_latent"], operands["query_offsets"]
-    operands = _cast(operands, dtype)
     return partial(expanded_latent_attention, scale=operands.pop("scale")), operands
 
 
-def _grouped(dtype: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _grouped() -> tuple[Callable[..., Any], dict[str, Any]]:
     latent, width, heads = arg_specs.arguments(SPEC), SPEC.rope_width, SPEC.heads // 4
-    pages = jax.random.normal(jax.random.key(0), (2, *latent["rope_pages"].shape, heads)).astype(jnp.bfloat16)
-    values, keys = pages.reshape(2, *latent["rope_pages"].shape[:-1], heads * width)
+    rng, rows = np.random.default_rng(1), latent["rope_pages"].shape[:-1]
+    values, keys = (_normal(rng, (*rows, heads * width)) for _ in range(2))
     shared = ("query_position", "query_offsets", "layer", "page_table", "rotary")
     operands = {"query": latent["q_rope"], "value_pages": values, "key_pages": keys}
     operands |= {name: latent[name] for name in shared}
-    return partial(rotated_grouped_attention, key_heads=heads, scale=width**-0.5), _cast(operands, dtype)
+    return partial(rotated_grouped_attention, key_heads=heads, scale=width**-0.5), operands
 
 
-def _turning(dtype: str) -> tuple[Callable[..., Any], dict[str, Any]]:
-    pages = jax.random.normal(jax.random.key(0), (2, 6, SPEC.page_size, SPEC.rope_width)).astype(jnp.bfloat16)
+def _turning() -> tuple[Callable[..., Any], dict[str, Any]]:
     operands = {
-        "pages": pages,
+        "pages": _normal(np.random.default_rng(1), (2, 6, SPEC.page_size, SPEC.rope_width)),
         "source": jnp.arange(3, dtype=jnp.int32),
         "target": jnp.arange(3, 6, dtype=jnp.int32),
         "delta": jnp.asarray([1, 4099, -257], jnp.int32),
         "rotary": rotary_table(arg_specs.frequencies(SPEC), interleaved=True),
     }
-    return rotate_keys, _cast(operands, dtype)
+    return rotate_keys, operands
 
 
-def _experts(dtype: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+def _experts() -> tuple[Callable[..., Any], dict[str, Any]]:
     tokens, width, inner, experts, chosen = SPEC.query_tokens, 512, 256, 8, 2
-    keys = jax.random.split(jax.random.key(0), 6)
+    rng = np.random.default_rng(1)
     shapes = {"x": (tokens, width), "gate": (experts, width, inner), "up": (experts, width, inner)}
     shapes |= {"down": (experts, inner, width)}
-    operands: dict[str, Any] = {
-        name: (jax.random.normal(key, shape) * shape[1] ** -0.5).astype(jnp.bfloat16)
-        for key, (name, shape) in zip(keys, shapes.items(), strict=False)
-    }
-    operands["experts"] = jax.random.randint(keys[4], (tokens, chosen), 0, experts)
-    operands["weights"] = jax.random.uniform(keys[5], (tokens, chosen))
-    return experts_swiglu, _cast(operands, dtype)
+    operands = {name: _normal(rng, shape, shape[1] ** -0.5) for name, shape in shapes.items()}
+    operands["experts"] = jnp.asarray(rng.integers(0, experts, (tokens, chosen)), jnp.int32)
+    operands["weights"] = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
+    return experts_swiglu, operands
 
 
 # By name: the operands of a small problem, and the implementations that its interface names.
@@ -107,10 +105,24 @@ OPS = {
 }
 
 
-def _cast(operands: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The same values in another floating type; rotary tables stay as they are."""
-    change = lambda leaf: leaf.astype(dtype) if getattr(leaf, "dtype", None) == jnp.bfloat16 else leaf  # noqa: E731
-    return {name: change(value) for name, value in operands.items()}
+def _on_host() -> contextlib.AbstractContextManager[Any]:
+    """Puts what is made within on the host, where JAX has one: an accelerator would compile every draw anew."""
+    try:
+        return jax.default_device(jax.devices("cpu")[0])
+    except RuntimeError:  # JAX_PLATFORMS names the accelerator alone
+        return contextlib.nullcontext()
+
+
+@functools.cache
+def _problem(op: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    with _on_host():
+        return OPS[op][0]()
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` under ``jax.jit``; a GPU does not first time ways to multiply, which takes longer than all else."""
+    on_gpu = jax.default_backend() == "gpu"
+    return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0} if on_gpu else None)
 
 
 def check_kernel(op: str, implementation: str) -> dict[str, Any]:
@@ -118,10 +130,11 @@ def check_kernel(op: str, implementation: str) -> dict[str, Any]:
 
     Returns ``runs``, and with it ``error`` (relative L2) and ``seconds`` (compilation included), or else ``why_not``.
     """
-    attend, operands = OPS[op][0]("bfloat16")
+    attend, operands = _problem(op)
+    operands = jax.device_put(operands, jax.devices()[0])
     started = time.perf_counter()
     try:
-        got = jax.jit(partial(attend, implementation=implementation))(**operands)
+        got = _compiled(partial(attend, implementation=implementation))(**operands)
         got = np.asarray(jax.tree.leaves(got)[0], np.float64)
     except NotImplementedError as error:
         return {"op": op, "implementation": implementation, "runs": False, "why_not": _why_not(implementation, error)}
@@ -139,17 +152,17 @@ def check_kernel(op: str, implementation: str) -> dict[str, Any]:
 
 @functools.cache
 def _reference(op: str) -> np.ndarray:
-    """The result in float32, on the host where JAX has one: an accelerator would tune such products first."""
-    with contextlib.suppress(RuntimeError), jax.default_device(jax.devices("cpu")[0]):
-        return _in_float32(op)
-    return _in_float32(op)
-
-
-def _in_float32(op: str) -> np.ndarray:
-    attend, operands = OPS[op][0]("float32")
-    with jax.default_matmul_precision("highest"):
-        result = jax.jit(partial(attend, implementation="xla"))(**operands)
+    """The result in float32 arithmetic on the same values, on the host where JAX has one."""
+    attend, operands = _problem(op)
+    widened = {name: _in_float32(value) for name, value in operands.items()}
+    with _on_host(), jax.default_matmul_precision("highest"):
+        result = jax.jit(partial(attend, implementation="xla"))(**widened)
     return np.asarray(jax.tree.leaves(result)[0], np.float64)
+
+
+def _in_float32(value: Any) -> Any:
+    """A bfloat16 array widened; rotary tables and integers stay as they are."""
+    return value.astype(jnp.float32) if getattr(value, "dtype", None) == jnp.bfloat16 else value
 
 
 def _why_not(implementation: str, error: NotImplementedError) -> str:

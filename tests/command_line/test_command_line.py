@@ -184,7 +184,7 @@ def test_doctor_tells_what_runs_and_why_the_rest_does_not(monkeypatch, capsys):
     def attend(x, implementation):
         return x if implementation == "xla" else 2 * x
 
-    problem = lambda dtype: (attend, {"x": np.ones(3, dtype)})  # noqa: E731
+    problem = lambda: (attend, {"x": np.ones(3, np.float32)})  # noqa: E731
     monkeypatch.setattr(doctor, "OPS", {"op": (problem, ("xla", "mosaic_gpu"))})
     assert main(["doctor", "--json"]) == 1
     kernels = {kernel["implementation"]: kernel for kernel in json.loads(capsys.readouterr().out)["kernels"]}
