@@ -1,14 +1,14 @@
 """What rewriting grouped attention as MLA costs: text, questions, and reuse at another position.
 
 A table of conversion methods and sizes on a public model (default SmolLM2-135M-Instruct), each against the original on
-the same text and questions. Every finished measurement is kept in ``measured.jsonl``; a study that is stopped goes on
-from there.
+the same text and questions. Every finished measurement is kept (``convert_parts.py``): a study that is stopped goes on
+from there, and several processes can share one.
 """
 
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 import models
 from experiments import convert_report, passage_questions, report, subjects
 from experiments.batch_generation import continuations
+from experiments.convert_parts import Parts, shared_out
 from experiments.convert_shift import shift_divergences
 from experiments.errors import InputError
 from experiments.passage_questions import PassageQuestion
@@ -31,14 +32,25 @@ from models.kv_view import DenseView
 
 Row = dict[str, Any]
 STEPS = 16  # generated tokens, more than any answer's first line
+ROOMS = (320, 1216, 1984)  # tokens of a question with its passages, padded to: a program for each
 ORIGINAL, LOSSLESS, SHIPPED = "original", "lossless", "shipped"
 
 
+@dataclass(frozen=True)
+class Form:
+    """One line of the table: forms of one ``shape`` (rotary width and rank) run through the same programs."""
+
+    name: str
+    shape: tuple[int, int]
+    build: Callable[[], Model]
+
+
 def run(config: ConfigDict, out: Path) -> report.StudyResult:
-    """Measures every variant; see ``configs/convert.py``.
+    """Measures every form; see ``configs/convert.py``.
 
     Raises:
-      InputError: for evaluation sets, a base or a conversion that is missing, or sizes out of range.
+      InputError: for evaluation sets, a base or a conversion that is missing, sizes out of range, or parts that were
+        measured on different devices or versions.
     """
     try:
         with jax.default_matmul_precision("highest"):
@@ -46,7 +58,8 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
             rows = list(study.measure())
             if config.share[1] > 1:
                 return {"title": f"{len(rows)} measurements, a share", "summary": {"rows": len(rows)}, "rows": []}
-            return convert_report.describe(config, rows, study.notes(), out)
+            result = convert_report.describe(config, rows, study.notes(), out)
+            return {**result, "environment": study.parts.environment()}
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise InputError(str(error)) from error
 
@@ -55,15 +68,14 @@ class Study:
     """The base, its text and questions, and what was measured so far."""
 
     def __init__(self, config: ConfigDict, out: Path):
-        self.config, self.out = config, out
+        self.config = config
         self.sizes = config.quick_sizes if config.quick else config.sizes
         self.base = models.load(config.base, jnp.float32)
         self.tokenizer = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
         self.folder = Path(config.data)
         self.statistics: convert.Statistics | None = None
         self.expected: np.ndarray | None = None  # the original's answers in a chat
-        path = out / "measured.jsonl"
-        self.done: list[Row] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.parts = Parts(out, config.share)
         self.started = time.monotonic()
 
     def notes(self) -> list[str]:
@@ -79,52 +91,49 @@ class Study:
         ]
 
     def measure(self) -> Iterator[Row]:
-        """Rows of every variant of this share, in order; those measured before are read."""
-        wanted: list[tuple[str, Callable[[str, Model], Row]]] = [
+        """Rows of every form of this share, a task after the other; those measured before are read."""
+        tasks: list[tuple[str, Callable[[str, Model], Row]]] = [
             ("text", self._text),
             *((task, partial(self._questions, task)) for task in self.sizes.questions),
-            *((f"needle_{words}", partial(self._needle, words)) for words in self.sizes.needle_words),
             ("text_long", self._long_text),
-            ("chat", self._chat),
             ("shift", self._shift),
+            *((f"needle_{words}", partial(self._needle, words)) for words in self.sizes.needle_words),
+            ("chat", self._chat),
         ]
-        share, shares = self.config.share
-        for index, (name, build) in enumerate(self._variants()):
-            if index % shares != share:
-                continue
-            model = None
-            for task, measure in wanted:
-                if task == "shift" and name != self.config.main:
+        built: dict[str, Model] = {}  # they share all that is not attention
+        forms = shared_out(list(self._forms()), self.config.share)
+        for task, measure in tasks:
+            for form in forms:
+                if task == "shift" and form.name != self.config.main:
                     continue
-                found = next((row for row in self.done if (row["variant"], row["task"]) == (name, task)), None)
+                found = self.parts.find(form.name, task)
                 if found is None:
+                    if self.config.measured_only:
+                        continue
                     if self.config.minutes and time.monotonic() - self.started > self.config.minutes * 60:
                         raise InputError("minutes is over; the same command goes on from the last finished measurement")
-                    model = model or plain(build())
-                    found = {"variant": name, "task": task, **measure(name, model)}
+                    if form.name not in built:
+                        built[form.name] = plain(form.build())
+                    found = {"variant": form.name, "task": task, **measure(form.name, built[form.name])}
                     found["seconds"] = round(time.monotonic() - self.started, 1)
-                    self._keep(found)
+                    self.parts.keep(found)
                 yield found
 
-    def _keep(self, row: Row) -> None:
-        self.done.append(row)
-        with (self.out / "measured.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        shown = {key: round(value, 4) for key, value in row.items() if isinstance(value, float)}
-        print(f"{row['variant']:28s} {row['task']:12s} {shown}", flush=True)
-
-    def _variants(self) -> Iterator[tuple[str, Callable[[], Model]]]:
-        yield ORIGINAL, lambda: self.base
-        yield LOSSLESS, lambda: self._converted("lossless", None, None)
+    def _forms(self) -> Iterator[Form]:
+        width = self.base.config.num_key_value_heads * self.base.config.head_dim
+        yield Form(ORIGINAL, (0, 0), lambda: self.base)
+        yield Form(LOSSLESS, (width, width), lambda: self._converted("lossless", None, None))
         if self.config.conversion:
             folder = Path(self.config.conversion)
-            plainly = partial(convert.apply, self.base)
-            yield SHIPPED, lambda: plainly(convert.load(folder))
+            shipped = convert.load(folder)
+            shape = (shipped.rope_width, shipped.rank)
+            plainly = partial(convert.apply, self.base, shipped)
+            yield Form(SHIPPED, shape, plainly)
             if list(folder.glob(healed.FILES)):
-                yield f"{SHIPPED}, healed", lambda: healed.load(plainly(convert.load(folder)), folder)
+                yield Form(f"{SHIPPED}, healed", shape, lambda: healed.load(plainly(), folder))
         for method, rope_width, rank in () if self.config.quick else self.config.variants:
-            name = f"{method} {rope_width} + {rank}"
-            yield name, partial(self._converted, method, rope_width, rank)
+            build = partial(self._converted, method, rope_width, rank)
+            yield Form(f"{method} {rope_width} + {rank}", (rope_width, rank), build)
 
     def _converted(self, method: str, rope_width: int | None, rank: int | None) -> Model:
         if method != "lossless" and self.statistics is None:
@@ -167,15 +176,16 @@ class Study:
 
     def _questions(self, task: str, name: str, model: Model) -> Row:
         asked = passage_questions.questions(self.folder, task, self.sizes.questions[task])
-        return self._answers(model, asked, 384 if task == "nq" else 1408)
+        return self._answers(model, asked)
 
     def _needle(self, words: int, name: str, model: Model) -> Row:
         asked = passage_questions.needles(self.folder, self.sizes.needles, words)
-        return self._answers(model, asked, 384 if words < 200 else 768 if words < 400 else 1408)
+        return self._answers(model, asked)
 
-    def _answers(self, model: Model, asked: list[PassageQuestion], room: int) -> Row:
+    def _answers(self, model: Model, asked: list[PassageQuestion]) -> Row:
         beginning = self.tokenizer.encode(passage_questions.EXAMPLES)
         prompts = [self.tokenizer.encode(item.prompt) for item in asked]
+        room = next((room for room in ROOMS if max(map(len, prompts)) <= room), ROOMS[-1])
         kept = [index for index, prompt in enumerate(prompts) if len(prompt) <= room]
         tokens = continuations(
             model,

@@ -39,9 +39,10 @@ def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: 
         for task, marker, label in (("text", "o", "512 tokens"), ("text_long", "^", "4,096 tokens")):
             shown = False
             for name, place, colour in zip(names, places, colours, strict=True):
-                if not by_name[name][task].get("surprises"):
+                found, lossless = (by_name[each].get(task, {}) for each in (name, "lossless"))
+                if not found.get("surprises") or not lossless.get("surprises"):
                     continue
-                middle, low, high = perplexity_ratio(by_name[name][task], by_name["lossless"][task])
+                middle, low, high = perplexity_ratio(found, lossless)
                 left.plot([low, high], [place, place], color=colour, linewidth=1)
                 left.plot(middle, place, marker, color=colour, markersize=5, label=None if shown else label)
                 shown = True
@@ -51,6 +52,8 @@ def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: 
         left.set_yticks(places, names)
         left.legend(frameon=False, loc="upper right")
         for name, place, colour in zip(names, places, colours, strict=True):
+            if "nq" not in by_name[name]:
+                continue
             middle, low, high = (100 * value for value in mean_interval(by_name[name]["nq"]["exact"]))
             right.plot([low, high], [place, place], color=colour, linewidth=1)
             right.plot(middle, place, "o", color=colour, markersize=5)

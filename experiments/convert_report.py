@@ -15,10 +15,17 @@ QUESTION_NAMES = {"nq": "Natural Questions", "hotpotqa": "HotpotQA", "musique": 
 
 
 def describe(config: ConfigDict, rows: list[Row], notes: list[str], out: Path) -> report.StudyResult:
-    """The study's result from its measurements; the plot goes to ``out``."""
+    """The study's result from its measurements; the plot goes to ``out``.
+
+    Raises:
+      ValueError: if what everything is compared with, or the main form, lacks text or Natural Questions.
+    """
     by_name: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_name.setdefault(row["variant"], {})[row["task"]] = row
+    for name in ("original", "lossless", config.main):
+        if missing := {"text", "nq"} - set(by_name.get(name, {})):
+            raise ValueError(f"{name!r} has no {', '.join(sorted(missing))} measured; run without measured_only")
     summary = summarise(by_name, config.main)
     gap = summary["exact_match_mla"] - summary["exact_match_original"]
     title = (
@@ -49,56 +56,64 @@ def summarise(by_name: dict[str, dict[str, Row]], main: str) -> dict[str, float]
         "exact_match_gap_low": low,
         "exact_match_gap_high": high,
         "nq_items": float(len(chosen["nq"]["exact"])),
-        "kl_same_context_shift_rotated": chosen["shift"]["kl_rotated"],
-        "kl_same_context_shift_naive": chosen["shift"]["kl_naive"],
     }
-    if chosen["chat"].get("first"):
+    if "shift" in chosen:
+        figures["kl_same_context_shift_rotated"] = chosen["shift"]["kl_rotated"]
+        figures["kl_same_context_shift_naive"] = chosen["shift"]["kl_naive"]
+    if chosen.get("chat", {}).get("first"):
         figures["chat_same_first_token"] = float(np.mean(chosen["chat"]["first"]))
         figures["chat_same_answer"] = float(np.mean(chosen["chat"]["whole"]))
     for name, found in by_name.items():
         word = "_".join(name.replace("+", "").replace(",", "").split())
-        figures[f"perplexity_{word}"] = found["text"]["perplexity"]
-        figures[f"kl_{word}"] = found["text"]["kl"]
-        figures[f"exact_match_nq_{word}"] = float(np.mean(found["nq"]["exact"]))
-        if found["text_long"].get("perplexity"):
-            figures[f"perplexity_4096_{word}"] = found["text_long"]["perplexity"]
+        for task, suffix in (("text", ""), ("text_long", "_4096")):
+            if found.get(task, {}).get("perplexity"):
+                figures[f"perplexity{suffix}_{word}"] = found[task]["perplexity"]
+                figures[f"kl{suffix}_{word}"] = found[task]["kl"]
+        for task in QUESTION_NAMES:
+            if task in found:
+                figures[f"exact_match_{task}_{word}"] = float(np.mean(found[task]["exact"]))
     return figures
 
 
 def table(by_name: dict[str, dict[str, Row]]) -> str:
     """One line a variant; exact match and F1 in per cent. Differences are paired, by stretch of text and by item, and
-    have 95 % intervals."""
-    questions = [task for task in QUESTION_NAMES if task in by_name["original"]]
-    needles = [task for task in by_name["original"] if task.startswith("needle_")]
-    header = ["variant", "perplexity, 512 tokens, over lossless", "nats from the original"]
-    header += ["perplexity, 4,096 tokens, over lossless"]
+    have 95 % intervals. What was not measured is a dash."""
+    original, lossless = by_name["original"], by_name["lossless"]
+    questions = [task for task in QUESTION_NAMES if task in original]
+    needles = [task for task in original if task.startswith("needle_")]
+    header = ["variant"]
+    for length in ("512", "4,096"):
+        header += [f"perplexity, {length} tokens, over lossless", "nats from the original"]
     header += [f"{QUESTION_NAMES[task]}: EM / F1, EM against the original" for task in questions]
-    chats = bool(by_name["original"]["chat"].get("first"))
-    header += ["chat: first token / 16 tokens as the original's, %"] if chats else []
     header += [f"needle in {task.removeprefix('needle_')} words" for task in needles]
+    chats = bool(original.get("chat", {}).get("first"))
+    header += ["chat: first token / 16 tokens as the original's, %"] if chats else []
     lines = []
     for name, found in by_name.items():
         cells: list[Any] = [name]
         for task in ("text", "text_long"):
-            cells.append(_perplexity(found[task], by_name["lossless"][task]))
-        cells.insert(2, found["text"]["kl"])
-        cells += [_answers(found[task], by_name["original"][task]) for task in questions]
+            row = found.get(task, {})
+            cells += [_perplexity(row, lossless.get(task, {})), row.get("kl", "-")]
+        cells += [_answers(found.get(task), original[task]) for task in questions]
+        cells += [f"{np.mean(found[task]['exact']):.2f}" if task in found else "-" for task in needles]
         if chats:
-            first, whole = (100 * np.mean(found["chat"][part]) for part in ("first", "whole"))
-            cells.append(f"{first:.1f} / {whole:.1f}")
-        cells += [f"{np.mean(found[task]['exact']):.2f}" for task in needles]
+            chat = found.get("chat", {})
+            same = (f"{100 * np.mean(chat[part]):.1f}" if part in chat else "-" for part in ("first", "whole"))
+            cells.append(" / ".join(same))
         lines.append(cells)
     return report.markdown_table(header, lines)
 
 
 def _perplexity(row: Row, lossless: Row) -> str:
-    if not row.get("surprises"):
+    if not row.get("surprises") or not lossless.get("surprises"):
         return "-"
     middle, low, high = (100 * (value - 1) for value in perplexity_ratio(row, lossless))
     return f"{row['perplexity']:.2f}, {middle:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
-def _answers(row: Row, original: Row) -> str:
+def _answers(row: Row | None, original: Row) -> str:
+    if row is None:
+        return "-"
     gap, low, high = (100 * value for value in mean_interval(np.subtract(row["exact"], original["exact"])))
     exact, f1 = 100 * np.mean(row["exact"]), 100 * np.mean(row["f1"])
     return f"{exact:.1f} / {f1:.1f}, {gap:+.1f} [{low:+.1f}, {high:+.1f}], n = {len(row['exact'])}"

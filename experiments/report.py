@@ -25,6 +25,7 @@ class StudyResult(TypedDict):
     notes: NotRequired[list[str]]  # paragraphs of the report: model, weights, data, limits
     tables: NotRequired[list[str]]  # Markdown
     figures: NotRequired[list[str]]  # file names in out_dir
+    environment: NotRequired[dict[str, Any]]  # where figures were obtained, if not by this process
 
 
 def environment() -> dict[str, Any]:
@@ -68,7 +69,7 @@ def write(out: Path, study: str, config: dict[str, Any], result: StudyResult) ->
     record = {
         "study": study,
         "config": _without_paths(config),
-        "environment": environment(),
+        "environment": result.get("environment") or environment(),
         "summary": result["summary"],
         "rows": result["rows"],
     }

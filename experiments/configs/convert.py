@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
                 ("principal", 64, 320),
                 ("principal", 128, 256),
                 ("folded", 64, 320),
+                ("folded", 128, 256),
                 ("two_norm", 64, 320),
                 ("two_norm", 128, 256),
             ),
@@ -46,9 +47,10 @@ def get_config() -> ConfigDict:
             },
             "shift": 257,
             "batch": 8,  # prompts generated for at once
-            # Variants from the first number on, every second number. Shares can run side by side; their measured.jsonl,
-            # one behind another in the folder of a run with (0, 1), are then told as one study.
+            # Which of how many processes this is: each takes forms of its own and, in one folder, keeps them in a file
+            # of its own. A run with (0, 1) behind them measures what is missing and tells all as one study.
             "share": (0, 1),
+            "measured_only": False,  # tell what there is, with dashes, instead of measuring what is missing
             "minutes": 0.0,  # stop after; 0: when done
             "quick": False,
         }

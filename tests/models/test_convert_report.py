@@ -1,11 +1,15 @@
 """What the conversion study tells: differences are paired, shares divide the variants, a plot is drawn."""
 
+import json
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from experiments import convert_report
+from experiments import convert_report, report
 from experiments.configs import convert as configuration
 from experiments.convert import Study
+from experiments.convert_parts import Parts
 from experiments.convert_plot import perplexity_ratio
 
 NAMES = ("original", "lossless", "shipped", "shipped, healed")
@@ -52,22 +56,74 @@ def test_differences_are_paired(tmp_path):
     assert (tmp_path / result["figures"][0]).stat().st_size > 1000
 
 
-def test_a_quick_study_asks_nobody_to_chat_and_its_table_says_nothing_of_it(tmp_path):
-    config = configuration.get_config()
-    full = list(rows(config))
-    quick = [{"variant": row["variant"], "task": "chat"} if row["task"] == "chat" else row for row in full]
-    tables = [convert_report.describe(config, measured, [], tmp_path)["tables"][0] for measured in (full, quick)]
+def test_a_quick_study_asks_nobody_to_chat_and_its_table_says_nothing_of_it():
+    tables = []
+    for chats in (True, False):
+        by_name = {name: {} for name in NAMES}
+        for row in rows(configuration.get_config()):
+            empty = {"variant": row["variant"], "task": "chat"}
+            by_name[row["variant"]][row["task"]] = empty if row["task"] == "chat" and not chats else row
+        tables.append(convert_report.table(by_name))
     assert ["chat" in table for table in tables] == [True, False]
 
 
-def test_shares_divide_the_variants():
+def test_what_was_not_measured_is_a_dash_and_what_all_is_compared_with_is_asked_for(tmp_path):
     config = configuration.get_config()
-    config.variants = ()
-    found = []
-    for share in (0, 1, 2):
-        config.share = (share, 3)
-        study = object.__new__(Study)  # measurements are all there: no model is loaded
-        study.config, study.sizes, study.done, study.base = config, config.sizes, list(rows(config)), None
-        found.append([row["variant"] for row in study.measure()])
-    assert [sorted(set(part)) for part in found] == [["original", "shipped, healed"], ["lossless"], ["shipped"]]
-    assert sum(map(len, found)) == len(list(rows(config)))
+    by_name = {name: {} for name in NAMES}
+    for row in rows(config):
+        if row["variant"] != "shipped" or row["task"] == "text":
+            by_name[row["variant"]][row["task"]] = row
+    line = next(line for line in convert_report.table(by_name).splitlines() if line.startswith("| shipped |"))
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[1] != "-"
+    assert set(cells[3:-1]) == {"-"}
+    assert cells[-1] == "- / -"
+    unanswered = [row for row in rows(config) if (row["variant"], row["task"]) != ("lossless", "nq")]
+    with pytest.raises(ValueError, match="'lossless' has no nq measured"):
+        convert_report.describe(config, unanswered, [], tmp_path)
+
+
+def measured(config, out, monkeypatch, share=(0, 1)):
+    """What a process of a study measures, without models: each measurement names its form."""
+    config.share, config.conversion = share, ""
+    study = object.__new__(Study)
+    study.config, study.sizes, study.parts, study.started = config, config.sizes, Parts(out, share), 0.0
+    study.base = SimpleNamespace(config=SimpleNamespace(num_key_value_heads=3, head_dim=64))
+    monkeypatch.setattr("experiments.convert.plain", lambda model: None)
+    monkeypatch.setattr(Study, "_converted", lambda self, *what: None)
+    for task in ("_text", "_long_text", "_chat"):
+        monkeypatch.setattr(Study, task, lambda self, name, model: {"from": name})
+    for task in ("_questions", "_needle"):
+        monkeypatch.setattr(Study, task, lambda self, size, name, model: {"from": name})
+    return list(study.measure())
+
+
+def test_processes_share_a_study_and_one_tells_it(tmp_path, monkeypatch):
+    config = configuration.get_config()
+    config.variants = (("query_weighted", 64, 256), ("principal", 128, 256), ("two_norm", 64, 256))
+    shares = [measured(config, tmp_path, monkeypatch, (share, 3)) for share in range(3)]
+    names = [list(dict.fromkeys(row["variant"] for row in share)) for share in shares]
+    assert names == [
+        ["query_weighted 64 + 256", "two_norm 64 + 256"],
+        ["original", "principal 128 + 256"],
+        ["lossless"],
+    ]
+    config.measured_only = True
+    merged = measured(config, tmp_path, monkeypatch)
+    key = lambda row: (row["variant"], row["task"])  # noqa: E731
+    assert sorted(map(key, merged)) == sorted(key(row) for share in shares for row in share)
+    assert Parts(tmp_path, (0, 1)).environment() == report.environment()
+    assert not (tmp_path / "measured.jsonl").exists()  # nothing was left to measure
+
+
+def test_parts_of_two_machines_are_no_one_study(tmp_path):
+    for share, cores, kind in ((0, 2, "a"), (1, 8, "a"), (2, 2, "b")):
+        head = {"environment": {"cores": cores, "device_kind": kind}}
+        (tmp_path / f"measured-{share}-of-3.jsonl").write_text(json.dumps(head) + "\n")
+        if kind == "a":
+            assert Parts(tmp_path, (0, 1)).environment()["cores"] == cores
+    with pytest.raises(ValueError, match="measured with device_kind=b, another part with a"):
+        Parts(tmp_path, (0, 1)).environment()
+    (tmp_path / "measured.jsonl").write_text('{"variant": "original", "task": "text"}\n')
+    with pytest.raises(ValueError, match=r"measured.jsonl does not begin with the environment"):
+        Parts(tmp_path, (0, 1))

@@ -1,0 +1,84 @@
+"""Measurements of one study kept as they are made, by one process or several, with where they were made."""
+
+import json
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments import report
+
+Row = dict[str, Any]
+FILES = "measured*.jsonl"
+
+
+class Parts:
+    """The files ``measured*.jsonl`` of a folder: a line on where it was measured, then one a measurement.
+
+    Args:
+      out: the folder.
+      share: which of how many processes writes here; alone it writes ``measured.jsonl``, else one file a share. All
+        files of the folder are read.
+
+    Raises:
+      ValueError: for a file that does not say where it was measured.
+    """
+
+    def __init__(self, out: Path, share: tuple[int, int]):
+        self.path = out / ("measured.jsonl" if share[1] == 1 else f"measured-{share[0]}-of-{share[1]}.jsonl")
+        self.rows: list[Row] = []
+        self.places: dict[str, dict[str, Any]] = {}  # by name of the file
+        for path in sorted(out.glob(FILES)):
+            head, *rows = map(json.loads, path.read_text().splitlines())
+            if "environment" not in head:
+                raise ValueError(f"{path.name} does not begin with the environment it was measured in; measure it anew")
+            self.places[path.name] = head["environment"]
+            self.rows += rows
+
+    def find(self, variant: str, task: str) -> Row | None:
+        """The measurement of a variant, if there is one."""
+        return next((row for row in self.rows if (row["variant"], row["task"]) == (variant, task)), None)
+
+    def keep(self, row: Row) -> None:
+        """Writes a measurement and says it."""
+        if self.path.name not in self.places:
+            self.places[self.path.name] = report.environment()
+            self.path.write_text(json.dumps({"environment": self.places[self.path.name]}) + "\n")
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = {key: round(value, 4) for key, value in row.items() if isinstance(value, float)}
+        print(f"{row['variant']:28s} {row['task']:12s} {shown}", flush=True)
+
+    def environment(self) -> dict[str, Any]:
+        """Where all of it was measured; of cores, what the best furnished process had.
+
+        Raises:
+          ValueError: if parts differ in anything else, so that they are no one study.
+        """
+        places = list(self.places.values()) or [report.environment()]
+        for name, place in self.places.items():
+            for key, value in place.items():
+                if key != "cores" and value != places[0].get(key):
+                    raise ValueError(
+                        f"{name} was measured with {key}={value}, another part with {places[0].get(key)}; measure one "
+                        "of them anew"
+                    )
+        return {**places[0], "cores": max(place["cores"] for place in places)}
+
+
+class Shaped(Protocol):
+    """Work whose programs depend on its shape."""
+
+    @property
+    def shape(self) -> Hashable: ...
+
+
+def shared_out[Work: Shaped](works: Sequence[Work], share: tuple[int, int]) -> list[Work]:
+    """The works of one share, in their order: works of one shape stay together, so that each program is compiled once;
+    the largest groups go first, each to the share that has least."""
+    shapes = list(dict.fromkeys(work.shape for work in works))
+    groups = [[index for index, work in enumerate(works) if work.shape == shape] for shape in shapes]
+    shares: list[list[int]] = [[] for _ in range(share[1])]
+    for group in sorted(groups, key=len, reverse=True):
+        min(shares, key=len).extend(group)
+    return [works[index] for index in sorted(shares[share[0]])]
