@@ -1,6 +1,5 @@
 """Mixtures of experts as DeepSeek routes them: arXiv 2405.04434 section 2.2 (V2), 2412.19437 section 2.1.2 (V3)."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from models.config import MLAConfig
 from models.layers import swiglu
 from models.sharded_experts import experts_on_mesh
-from pallas_kernels.experts_swiglu.api import Implementation, experts_swiglu, swiglu_of_layer, takes_kernel
+from pallas_kernels.experts_swiglu.api import Implementation, experts_swiglu, takes_kernel
 from pallas_kernels.mesh_axes import EXPERT, TENSOR, split_axes
 from pallas_kernels.rotated_latent_attention.api import hopper_available
 
@@ -129,16 +128,17 @@ def mixture(
         kept = jnp.sum(jnp.where(unused, weights, 0.0), axis=-1)
         experts, weights = jnp.where(unused, 0, experts), jnp.where(unused, 0.0, weights)
     matrices = [(params if stacked is None else stacked)[name] for name in EXPERT_MATRICES]
-    compute = experts_on_mesh if split_axes(EXPERT, TENSOR) else partial(experts_swiglu, implementation=implementation)
-    routed = compute(x, experts, weights, *matrices, layer=layer, valid=valid)
+    along = stacked.get("shared") if stacked is not None else None
+    if split_axes(EXPERT, TENSOR):
+        routed = experts_on_mesh(x, experts, weights, *matrices, layer=layer, valid=valid)
+    else:
+        all_pass = None if along is None else (along["gate"], along["up"], along["down"])
+        routed = experts_swiglu(
+            x, experts, weights, *matrices, layer=layer, valid=valid, shared=all_pass, implementation=implementation
+        )
     if config.zero_expert_num:
         routed = routed + (x.astype(jnp.float32) * kept[:, None]).astype(x.dtype)
-    if not config.n_shared_experts:
+    if not config.n_shared_experts or along is not None:
         return routed
-    if stacked is not None and "shared" in stacked:
-        shared = stacked["shared"]
-        assert layer is not None
-        assert valid is not None
-        return routed + swiglu_of_layer(x, shared["gate"], shared["up"], shared["down"], layer, valid=valid)
     shared = params["shared"]
     return routed + swiglu(x, shared["gate"], shared["up"], shared["down"])

@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.experts_swiglu import reference
@@ -27,9 +28,10 @@ def experts_swiglu(
     *,
     layer: Int[Array, ""] | None = None,
     valid: Bool[Array, " M"] | None = None,
+    shared: tuple[Float[Array, "*L D S"], Float[Array, "*L D S"], Float[Array, "*L S D"]] | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "M D"]:
-    """Sum of each token's experts, weighted in float32.
+    """Sum of each token's experts, weighted in float32, and of the expert that all tokens pass, if there is one.
 
     Args:
       x: hidden states.
@@ -37,6 +39,7 @@ def experts_swiglu(
         nobody's and add nothing: experts that another device has.
       gate, up, down: of one layer, or of all of them, of which those of ``layer`` are read.
       valid: tokens that are none (padding) cost nothing where the kernel runs; what comes out for them means nothing.
+      shared: gate, up and down of the expert that all tokens pass.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
         widths as ``hopper.unsupported`` lists), and else XLA, which runs everywhere. Only XLA has a derivative.
 
@@ -45,11 +48,16 @@ def experts_swiglu(
     """
     if layer is None:
         gate, up, down, layer = gate[None], up[None], down[None], jnp.int32(0)
+        shared = None if shared is None else (shared[0][None], shared[1][None], shared[2][None])
     if takes_kernel(x.dtype, gate, implementation):
         from pallas_kernels.experts_swiglu import hopper
 
-        return hopper.experts_swiglu(x, experts, weights, gate, up, down, layer, valid=valid)
-    return reference.experts_swiglu(x, experts, weights, gate, up, down, layer)
+        return hopper.experts_swiglu(x, experts, weights, gate, up, down, layer, valid=valid, shared=shared)
+    routed = reference.experts_swiglu(x, experts, weights, gate, up, down, layer)
+    if shared is None:
+        return routed
+    of_layer = (lax.dynamic_index_in_dim(matrix, layer, keepdims=False) for matrix in shared)
+    return routed + reference.swiglu(x, *of_layer)
 
 
 def takes_kernel(dtype: jax.typing.DTypeLike, gate: Array, implementation: Implementation | None = None) -> bool:

@@ -4,6 +4,9 @@ Every expert's tokens begin a new tile (MegaBlocks, Gale et al., arXiv 2211.1584
 expert's matrix and nothing is masked; what fills a tile up is computed and thrown away. One warpgroup copies, two
 multiply. Gate and up projection share their reads of the tokens, and ``silu(gate) * up`` is formed in float32 before
 anything is stored. Tiles of one expert run next to each other, which leaves its matrices in the second-level cache.
+
+For few tokens, an expert that all of them pass goes along as tiles of its own, cut into parts as wide as a routed one:
+alone it would have a dozen tiles for all processors, and reading its matrices would take several times as long.
 """
 
 from functools import partial
@@ -21,6 +24,8 @@ SUBTILE_ROWS = 64  # of one tensor-core instruction
 DEPTH = 64  # of one stage: as wide as the swizzle
 STAGES = 4
 STORED_COLUMNS = 128
+COUNTED_TOKENS = 128  # whose choices are counted in one product
+FEW_TOKENS = 512  # up to which the expert of all tokens goes along with the routed ones
 
 
 def experts_swiglu(
@@ -33,6 +38,7 @@ def experts_swiglu(
     layer: Int[Array, ""],
     *,
     valid: Bool[Array, " M"] | None = None,
+    shared: tuple[Float[Array, "L D S"], Float[Array, "L D S"], Float[Array, "L S D"]] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "M D"]:
     """See ``api.experts_swiglu``.
@@ -45,12 +51,29 @@ def experts_swiglu(
         raise NotImplementedError(f"experts_swiglu: the Hopper kernel cannot take {reason}; use implementation='xla'")
     if valid is not None:
         experts = jnp.where(valid[:, None], experts, gate.shape[1])
-    tiles = lay_out(experts, gate.shape[1])
+    together = shared is not None and goes_along(x.shape[0], gate.shape[-1], shared[0].shape[-1])
+    tiles, counts = lay_out(experts, gate.shape[1]), experts < gate.shape[1]
+    if together:
+        assert shared is not None
+        parts = shared[0].shape[-1] // gate.shape[-1]
+        tiles = with_expert_of_all(tiles, x.shape[0], parts)
+        everyone = jnp.ones((x.shape[0], parts), bool) if valid is None else jnp.repeat(valid[:, None], parts, axis=1)
+        counts = jnp.concatenate([counts, everyone], axis=1)
+        weights = jnp.concatenate([weights, jnp.ones((x.shape[0], parts), weights.dtype)], axis=1)
     multiply = partial(_multiply, tiles, layer, interpret=interpret)
-    inner = multiply(x[tiles.token], (gate, up))
-    outputs = multiply(inner, (down,))
-    chosen = jnp.where((experts < gate.shape[1])[..., None], outputs[tiles.place], 0)
-    return jnp.einsum("MKD,MK->MD", chosen.astype(jnp.float32), weights).astype(x.dtype)
+    inner = multiply(x[tiles.token], (gate, up), shared[:2] if together and shared else ())
+    outputs = multiply(inner, (down,), shared[2:] if together and shared else ())
+    chosen = jnp.where(counts[..., None], outputs[tiles.place], 0)
+    out = jnp.einsum("MKD,MK->MD", chosen.astype(jnp.float32), weights).astype(x.dtype)
+    if shared is None or together:
+        return out
+    return out + swiglu(x, *shared, layer, valid=jnp.ones(x.shape[0], bool) if valid is None else valid)
+
+
+def goes_along(tokens: int, inner: int, shared_inner: int) -> bool:
+    """Whether the expert of all tokens is computed in the launches of the routed ones: for few tokens, where parts as
+    wide as those make it up."""
+    return tokens <= FEW_TOKENS and shared_inner % inner == 0
 
 
 def swiglu(
@@ -87,35 +110,72 @@ def swiglu(
 
 class Tiles(NamedTuple):
     """Tokens laid out by expert: the token of each row (0 where a tile is filled up), the row of each token's choices,
-    the expert of each tile, and how many tiles there are. ``rows`` of a tile."""
+    the expert of each tile, and how many tiles there are. ``rows`` of a tile. The first ``common`` tiles belong to
+    parts of the expert that all tokens pass, and ``expert`` is the part."""
 
     token: Int[Array, " P"]
     place: Int[Array, "M K"]
     expert: Int[Array, " T"]
     used: Int[Array, ""]
     rows: int
+    common: int = 0
 
 
 def lay_out(experts: Int[Array, "M K"], count: int) -> Tiles:
     """Gives every expert whole tiles, in order of experts and, within one, of tokens. Choices of ``count`` and above
-    are no expert's: they get no row, and their ``place`` means nothing."""
+    are no expert's: they get no row, and their ``place`` means nothing.
+
+    Nothing is sorted: the row of a choice follows from how often its expert was chosen before.
+    """
     tokens, chosen = experts.shape
-    flat = experts.reshape(-1)
+    choices = tokens * chosen
     # Small tiles waste less where an expert has few tokens; the products are then bound by reading weights anyway.
-    rows = SUBTILE_ROWS if flat.shape[0] <= 2 * SUBTILE_ROWS * count else 2 * SUBTILE_ROWS
-    capacity = -(-flat.shape[0] // rows) + min(count, flat.shape[0])
-    sizes = jnp.bincount(flat, length=count + 1)[:count].astype(jnp.int32)
+    rows = SUBTILE_ROWS if choices <= 2 * SUBTILE_ROWS * count else 2 * SUBTILE_ROWS
+    capacity = -(-choices // rows) + min(count, choices)
+    before, sizes = _chosen_before(experts, count)
+    index = jnp.arange(count, dtype=jnp.int32)
     tiles_of = (sizes + rows - 1) // rows
-    last_tile = jnp.cumsum(tiles_of)
-    first_row = jnp.append((last_tile - tiles_of) * rows, capacity * rows)
-    order = jnp.argsort(flat, stable=True)
-    by_expert = flat[order]
-    rank = jnp.arange(flat.shape[0], dtype=jnp.int32) - jnp.append(jnp.cumsum(sizes) - sizes, 0)[by_expert]
-    row = first_row[by_expert] + jnp.where(by_expert < count, rank, 0)
-    token = jnp.zeros(capacity * rows, jnp.int32).at[row].set(order // chosen, mode="drop")
-    place = jnp.zeros_like(flat).at[order].set(row, unique_indices=True)
+    last_tile = jnp.sum(jnp.where(index[None] <= index[:, None], tiles_of[None], 0), axis=1, dtype=jnp.int32)
+    first_row = (last_tile - tiles_of) * rows
+    known = jnp.minimum(experts, count - 1)
+    row = first_row[known] + jnp.take_along_axis(before, known, axis=1)
+    own = jnp.arange(chosen)  # the same expert twice among the choices of a token
+    twice = (experts[:, :, None] == experts[:, None, :]) & (own[None, None, :] < own[None, :, None])
+    place = jnp.where(experts < count, row + jnp.sum(twice, axis=2, dtype=jnp.int32), capacity * rows)
+    token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
+    token = jnp.zeros(capacity * rows, jnp.int32).at[place].set(token, mode="drop")
     expert = jnp.searchsorted(last_tile, jnp.arange(capacity), side="right", method="compare_all")
-    return Tiles(token, place.reshape(tokens, chosen), jnp.minimum(expert, count - 1), last_tile[-1], rows)
+    return Tiles(token, place, jnp.minimum(expert, count - 1), last_tile[-1], rows)
+
+
+def _chosen_before(experts: Int[Array, "M K"], count: int) -> tuple[Int[Array, "M E"], Int[Array, " E"]]:
+    """How often the tokens before each one chose each expert, and how often all did. Sums over blocks of tokens are
+    products with a triangle of ones: exact, since the matrix unit adds whole numbers up in float32."""
+    tokens = experts.shape[0]
+    block = min(COUNTED_TOKENS, tokens)
+    padded = jnp.pad(experts, ((0, -tokens % block), (0, 0)), constant_values=count)
+    own = jnp.sum(padded[:, :, None] == jnp.arange(count)[None, None], axis=1, dtype=jnp.bfloat16)
+    own = own.reshape(-1, block, count)
+    triangle = jnp.tril(jnp.ones((block, block), jnp.bfloat16), -1)
+    within = jnp.einsum("IJ,BJE->BIE", triangle, own, preferred_element_type=jnp.float32)
+    totals = jnp.sum(own, axis=1, dtype=jnp.float32)
+    number = jnp.arange(len(totals))
+    earlier = jnp.where(number[None, :] < number[:, None], 1.0, 0.0)
+    ahead = jnp.sum(earlier[:, :, None] * totals[None], axis=1)
+    before = (within + ahead[:, None]).reshape(-1, count)[:tokens]
+    return before.astype(jnp.int32), jnp.sum(totals, axis=0).astype(jnp.int32)
+
+
+def with_expert_of_all(tiles: Tiles, tokens: int, parts: int) -> Tiles:
+    """Tiles of the expert that all tokens pass, each of its ``parts`` with all tokens in order, ahead of the others."""
+    blocks = -(-tokens // tiles.rows)
+    common, size = parts * blocks, blocks * tiles.rows
+    order = jnp.arange(size, dtype=jnp.int32)
+    token = jnp.concatenate([jnp.tile(jnp.where(order < tokens, order, 0), parts), tiles.token])
+    own = jnp.arange(tokens, dtype=jnp.int32)[:, None] + size * jnp.arange(parts, dtype=jnp.int32)[None]
+    place = jnp.concatenate([tiles.place + parts * size, own], axis=1)
+    expert = jnp.concatenate([jnp.repeat(jnp.arange(parts, dtype=tiles.expert.dtype), blocks), tiles.expert])
+    return Tiles(token, place, expert, tiles.used + common, tiles.rows, common)
 
 
 def unsupported(dtype: jax.typing.DTypeLike, gate: Float[Array, "L E D F"]) -> str | None:
@@ -133,10 +193,12 @@ def _multiply(
     layer: Int[Array, ""],
     x: Float[Array, "P A"],
     factors: tuple[Float[Array, "L E A O"], ...],
+    shared: tuple[Float[Array, "L A1 O1"], ...] = (),
     *,
     interpret: bool,
 ) -> Float[Array, "P O"]:
-    """Rows times their tile's expert; with two factors ``silu`` of the first product times the second."""
+    """Rows times their tile's expert; with two factors ``silu`` of the first product times the second. ``shared`` are
+    the factors of the first ``tiles.common`` tiles: parts of them, side by side or one below the other."""
     depth, width = factors[0].shape[-2:]
     columns = STORED_COLUMNS * (2 if len(factors) == 1 and width % (2 * STORED_COLUMNS) == 0 else 1)
     # Warpgroups share a tile by rows; where it is as low as one instruction, by columns.
@@ -148,7 +210,7 @@ def _multiply(
     across = width // columns
     arrivals = high + len(factors) * (COMPUTE_WARPGROUPS // high)
     kernel = plgpu.kernel(
-        partial(_body, across=across, interpret=interpret),
+        partial(_body, across=across, common=tiles.common if shared else 0, interpret=interpret),
         out_type=jax.ShapeDtypeStruct((x.shape[0], width), jnp.bfloat16),
         grid=(tiles.expert.shape[0] * across,),
         grid_names=("tile",),
@@ -164,11 +226,14 @@ def _multiply(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    return kernel(tiles.expert, tiles.used.reshape(1), layer.reshape(1), x, *factors)
+    return kernel(tiles.expert, tiles.used.reshape(1), layer.reshape(1), x, *factors, *shared)
 
 
-def _body(expert_ref, count_ref, layer_ref, x_ref, *refs, across, interpret, rows, columns, stored, loaded, used):
+def _body(
+    expert_ref, count_ref, layer_ref, x_ref, *refs, across, common, interpret, rows, columns, stored, loaded, used
+):
     *factor_refs, out_ref = refs
+    factor_refs, shared_refs = factor_refs[: columns.shape[1]], factor_refs[columns.shape[1] :]
     tile, column = lax.axis_index("tile") // across, lax.rem(lax.axis_index("tile"), jnp.int32(across))
     me = lax.axis_index("warpgroup")
     stages, high = rows.shape[:2]
@@ -188,11 +253,28 @@ def _body(expert_ref, count_ref, layer_ref, x_ref, *refs, across, interpret, row
             for part in range(high):
                 here = pl.ds(first_row + part * SUBTILE_ROWS, SUBTILE_ROWS)
                 plgpu.copy_gmem_to_smem(x_ref.at[here, depth], rows.at[slot, part], loaded.at[slot])
-            for index, factor in enumerate(factor_refs):
-                for part in range(wide):
-                    here = pl.ds(first_column + part * own, own)
-                    source = factor.at[layer, expert, depth, here]
-                    plgpu.copy_gmem_to_smem(source, columns.at[slot, index, part], loaded.at[slot])
+
+            def load_columns(refs, choose):
+                for index, ref in enumerate(refs):
+                    for part in range(wide):
+                        source = choose(ref, first_column + part * own)
+                        plgpu.copy_gmem_to_smem(source, columns.at[slot, index, part], loaded.at[slot])
+
+            def of_all(ref, begin):
+                down, right = (
+                    int(full > part) for full, part in zip(ref.shape[1:], factor_refs[0].shape[2:], strict=True)
+                )
+                first = down * expert * x_ref.shape[1] + step * DEPTH
+                return ref.at[layer, pl.ds(first, DEPTH), pl.ds(right * expert * out_ref.shape[1] + begin, own)]
+
+            def routed(ref, begin):
+                return ref.at[layer, expert, depth, pl.ds(begin, own)]
+
+            if not common:
+                load_columns(factor_refs, routed)
+                return
+            pl.when(tile < common)(partial(load_columns, shared_refs, of_all))
+            pl.when(tile >= common)(partial(load_columns, factor_refs, routed))
 
         for step in range(stages):
             load(step, step)

@@ -29,3 +29,10 @@ def experts_swiglu(
     outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
     outputs = jnp.where((experts < gate.shape[0])[..., None], outputs, 0)
     return jnp.einsum("MKD,MK->MD", outputs.astype(jnp.float32), weights).astype(x.dtype)
+
+
+def swiglu(
+    x: Float[Array, "M D"], gate: Float[Array, "D F"], up: Float[Array, "D F"], down: Float[Array, "F D"]
+) -> Float[Array, "M D"]:
+    """``(silu(x W_gate) * x W_up) W_down``."""
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down

@@ -20,21 +20,30 @@ def problem(tokens, chosen, count, width, inner, layers=2, dtype="bfloat16"):
     return x, jnp.asarray(experts), jnp.asarray(draw.random((tokens, chosen)), jnp.float32), *matrices
 
 
+def expert_of_all(width, inner, layers=2):
+    draw = np.random.default_rng(6)
+    shapes = (layers, width, inner), (layers, width, inner), (layers, inner, width)
+    return tuple(jnp.asarray(0.1 * draw.standard_normal(shape), "bfloat16") for shape in shapes)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "width", "inner"), [(29, 128, 256), (197, 256, 128)], ids=["tiles_of_64", "tiles_of_128"]
+    ("tokens", "width", "inner", "parts"), [(29, 128, 256, 2), (197, 256, 128, 0)], ids=["tiles_of_64", "tiles_of_128"]
 )
-def test_interpreted_kernel_against_float32(tokens, width, inner, monkeypatch, capfd):
-    """Another layer of the stack, an expert nobody chose, padding tokens; no buffer is touched out of order."""
+def test_interpreted_kernel_against_float32(tokens, width, inner, parts, monkeypatch, capfd):
+    """Another layer of the stack, an expert nobody chose and one of all tokens, padding tokens; no buffer is touched
+    out of order."""
     monkeypatch.setattr(hopper, "STAGES", 2)  # fewer than steps: buffers are used again
     x, experts, weights, *matrices = problem(tokens, 2, 3, width, inner)
+    shared = expert_of_all(width, parts * inner) if parts else None
     valid = np.arange(tokens) % 7 != 3
     poisoned = jnp.where(valid[:, None], x, jnp.nan)
     run = partial(hopper.experts_swiglu, interpret=True)
-    out = jax.jit(run)(poisoned, experts, weights, *matrices, jnp.int32(1), valid=jnp.asarray(valid))
+    out = jax.jit(run)(poisoned, experts, weights, *matrices, jnp.int32(1), valid=jnp.asarray(valid), shared=shared)
     assert "RACE" not in capfd.readouterr().out
     wide = (array.astype(jnp.float32) for array in (x, *matrices))
     x, *matrices = wide
-    expected = np.asarray(api.experts_swiglu(x, experts, weights, *matrices, layer=jnp.int32(1)))[valid]
+    shared = jax.tree.map(lambda matrix: matrix.astype(jnp.float32), shared)
+    expected = np.asarray(api.experts_swiglu(x, experts, weights, *matrices, layer=jnp.int32(1), shared=shared))[valid]
     other = np.asarray(api.experts_swiglu(x, experts, weights, *(matrix[0] for matrix in matrices)))[valid]
     out = np.asarray(out, np.float64)
     assert not np.any(out[~valid])
@@ -65,7 +74,7 @@ def test_interpreted_kernel_without_experts(capfd):
 def test_every_choice_has_a_row_in_a_tile_of_its_expert():
     """Choices beyond the experts there are take no room."""
     experts = np.random.default_rng(0).integers(0, 6, (97, 3)).astype(np.int32)
-    tiles = hopper.lay_out(jnp.asarray(experts), 5)
+    tiles = jax.jit(hopper.lay_out, static_argnums=1)(jnp.asarray(experts), 5)
     place, token, of_tile = (np.asarray(x) for x in (tiles.place, tiles.token, tiles.expert))
     mine = experts < 5
     assert np.array_equal(of_tile[place[mine] // tiles.rows], experts[mine])
@@ -83,7 +92,10 @@ def test_lowers_for_cuda(tokens):
     experts = jax.ShapeDtypeStruct((tokens, 6), jnp.int32)
     weights = jax.ShapeDtypeStruct((tokens, 6), jnp.float32)
     layer = jax.ShapeDtypeStruct((), jnp.int32)
-    traced = jax.jit(hopper.experts_swiglu).trace(x, experts, weights, gate, gate, down, layer)
+    across = jax.ShapeDtypeStruct((26, 2048, 2 * 1408), jnp.bfloat16)
+    shared = (across, across, jax.ShapeDtypeStruct((26, 2 * 1408, 2048), jnp.bfloat16))
+    assert hopper.goes_along(tokens, 1408, 2816) == (tokens == 64)
+    traced = jax.jit(hopper.experts_swiglu).trace(x, experts, weights, gate, gate, down, layer, shared=shared)
     assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
