@@ -8,7 +8,6 @@ from there, and several processes can share one.
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ml_collections import ConfigDict
 import models
 from experiments import convert_report, passage_questions, report, subjects
 from experiments.batch_generation import continuations
-from experiments.convert_parts import Parts, shared_out
+from experiments.convert_parts import Form, Parts, shared_out
 from experiments.convert_shift import shift_divergences
 from experiments.errors import InputError
 from experiments.passage_questions import PassageQuestion
@@ -34,15 +33,6 @@ Row = dict[str, Any]
 STEPS = 16  # generated tokens, more than any answer's first line
 ROOMS = (320, 1216, 1984)  # tokens of a question with its passages, padded to: a program for each
 ORIGINAL, LOSSLESS, SHIPPED = "original", "lossless", "shipped"
-
-
-@dataclass(frozen=True)
-class Form:
-    """One line of the table: forms of one ``shape`` (rotary width and rank) run through the same programs."""
-
-    name: str
-    shape: tuple[int, int]
-    build: Callable[[], Model]
 
 
 def run(config: ConfigDict, out: Path) -> report.StudyResult:

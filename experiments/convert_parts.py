@@ -1,14 +1,25 @@
 """Measurements of one study kept as they are made, by one process or several, with where they were made."""
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from experiments import report
+from models.families import Model
 
 Row = dict[str, Any]
 FILES = "measured*.jsonl"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A model to measure, by a name of its own; forms of one ``shape`` run through the same programs."""
+
+    name: str
+    shape: Hashable
+    build: Callable[[], Model]
 
 
 class Parts:
@@ -66,19 +77,12 @@ class Parts:
         return {**places[0], "cores": max(place["cores"] for place in places)}
 
 
-class Shaped(Protocol):
-    """Work whose programs depend on its shape."""
-
-    @property
-    def shape(self) -> Hashable: ...
-
-
-def shared_out[Work: Shaped](works: Sequence[Work], share: tuple[int, int]) -> list[Work]:
-    """The works of one share, in their order: works of one shape stay together, so that each program is compiled once;
+def shared_out(forms: Sequence[Form], share: tuple[int, int]) -> list[Form]:
+    """The forms of one share, in their order: those of one shape stay together, so that each program is compiled once;
     the largest groups go first, each to the share that has least."""
-    shapes = list(dict.fromkeys(work.shape for work in works))
-    groups = [[index for index, work in enumerate(works) if work.shape == shape] for shape in shapes]
+    shapes = list(dict.fromkeys(form.shape for form in forms))
+    groups = [[index for index, form in enumerate(forms) if form.shape == shape] for shape in shapes]
     shares: list[list[int]] = [[] for _ in range(share[1])]
     for group in sorted(groups, key=len, reverse=True):
         min(shares, key=len).extend(group)
-    return [works[index] for index in sorted(shares[share[0]])]
+    return [forms[index] for index in sorted(shares[share[0]])]

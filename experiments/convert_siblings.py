@@ -2,6 +2,8 @@
 without training, beside the sibling that was trained as MLA.
 """
 
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from ml_collections import ConfigDict
 
 import models
 from experiments import reference_eval, report
+from experiments.convert_parts import Form, Parts, shared_out
 from experiments.errors import InputError
 from experiments.planted_tasks import TASKS, Planter
 from models import convert
@@ -24,6 +27,9 @@ CALIBRATION_SEED = 40_000
 def run(config: ConfigDict, out: Path) -> report.StudyResult:
     """Evaluates originals, their conversions and the trained MLA sibling; see ``configs/convert_siblings.py``.
 
+    Every model's figures are kept (``convert_parts.py``): a study that is stopped goes on from there, and several
+    processes can share one.
+
     Raises:
       InputError: for a checkpoint that is missing or sizes out of range.
     """
@@ -32,25 +38,43 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     planter = reference_eval.planter()
     evaluation = reference_eval.EvalConfig(samples, samples, length, config.questions, config.batch, config.seed)
     rows: list[dict[str, Any]] = []
-
-    def measure(name: str, model: Model) -> None:
-        for row in reference_eval.evaluate(model, planter, evaluation):
-            rows.append({"model": name, "row_width": _row_width(model), **row})
-        print(f"{name}: {_figures(rows, name)}", flush=True)
-
     try:
+        parts = Parts(out, config.share)
         with jax.default_matmul_precision("highest"):
-            for base, sizes in config.conversions.items():
-                original = models.load(base, jnp.float32)
-                statistics = convert.calibrate(original, _calibration(planter, length, 1 if config.quick else 4))
-                measure(base, original)
-                for method, rope_width, rank in sizes:
-                    conversion = convert.convert(original, statistics, method=method, rope_width=rope_width, rank=rank)
-                    measure(f"{base}, {method} {rope_width} + {rank}", convert.apply(original, conversion))
-            measure(config.trained, models.load(config.trained, jnp.float32))
+            for form in shared_out(list(_forms(config, planter, length)), config.share):
+                found = [row for row in parts.rows if row["variant"] == form.name]
+                if not found:
+                    model = form.build()
+                    width = _row_width(model)
+                    for row in reference_eval.evaluate(model, planter, evaluation):
+                        found.append({"variant": form.name, "row_width": width, **row})
+                        parts.keep(found[-1])
+                rows += found
+        if config.share[1] > 1:
+            return {"title": f"{len(rows)} measurements, a share", "summary": {"rows": len(rows)}, "rows": []}
+        return {**_describe(config, rows, length, samples), "environment": parts.environment()}
     except (ValueError, FileNotFoundError) as error:
         raise InputError(str(error)) from error
-    return _describe(config, rows, length, samples)
+
+
+def _forms(config: ConfigDict, planter: Planter, length: int) -> Iterator[Form]:
+    """Every original, then its conversions, then the sibling that was trained; one base stays in one process."""
+    for base, sizes in config.conversions.items():
+        load = cache(partial(models.load, base, jnp.float32))
+
+        def statistics(load: Callable[[], Model] = load) -> convert.Statistics:
+            return convert.calibrate(load(), _calibration(planter, length, 1 if config.quick else 4))
+
+        yield Form(base, base, load)
+        once = cache(statistics)
+        for method, rope_width, rank in sizes:
+            build = partial(_converted, load, once, method=method, rope_width=rope_width, rank=rank)
+            yield Form(f"{base}, {method} {rope_width} + {rank}", base, build)
+    yield Form(config.trained, config.trained, partial(models.load, config.trained, jnp.float32))
+
+
+def _converted(load: Callable[[], Model], statistics: Callable[[], convert.Statistics], **options: Any) -> Model:
+    return convert.apply(load(), convert.convert(load(), statistics(), **options))
 
 
 def _calibration(planter: Planter, length: int, each: int) -> list[np.ndarray]:
@@ -70,23 +94,23 @@ def _row_width(model: Model) -> int:
 
 def _figures(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
     """Text loss and the mean accuracy over tasks with questions."""
-    mine = [row for row in rows if row["model"] == name]
+    mine = [row for row in rows if row["variant"] == name]
     asked = [row["accuracy"] for row in mine if "accuracy" in row]
     return {"loss": next(row["loss"] for row in mine if "loss" in row), "accuracy": float(np.mean(asked))}
 
 
 def _describe(config: ConfigDict, rows: list[dict[str, Any]], length: int, samples: int) -> report.StudyResult:
-    names = list(dict.fromkeys(row["model"] for row in rows))
+    names = list(dict.fromkeys(row["variant"] for row in rows))
     summary: dict[str, float] = {}
     lines = []
     for name in names:
         figures = _figures(rows, name)
         word = "_".join(name.replace("+", "").replace(",", "").replace("-", "_").split())
         summary |= {f"text_loss_{word}": figures["loss"], f"accuracy_{word}": figures["accuracy"]}
-        width = next(row["row_width"] for row in rows if row["model"] == name)
-        by_task = [f"{row['accuracy']:.2f}" for row in rows if row["model"] == name and "accuracy" in row]
+        width = next(row["row_width"] for row in rows if row["variant"] == name)
+        by_task = [f"{row['accuracy']:.2f}" for row in rows if row["variant"] == name and "accuracy" in row]
         lines.append((name, width, figures["loss"], figures["accuracy"], *by_task))
-    tasks = [row["task"] for row in rows if row["model"] == names[0] and "accuracy" in row]
+    tasks = [row["task"] for row in rows if row["variant"] == names[0] and "accuracy" in row]
     trained = _figures(rows, config.trained)
     nearest = max((_figures(rows, name) for name in names if " + " in name), key=lambda figures: figures["accuracy"])
     return {

@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
             "questions": 4,
             "batch": 4,
             "seed": 20_000,
+            "share": (0, 1),  # which of how many processes this is, as in convert.py
             "quick": False,
         }
     )
