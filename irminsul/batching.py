@@ -54,8 +54,8 @@ class Batcher:
 
     Fields:
       slots: who decodes, None where a slot is idle.
-      prefill_tokens: computed tokens of a prompt that one step takes; a multiple of every block size, so that pieces
-        are blocks of the whole.
+      prefill_tokens: computed tokens of a prompt that one step takes; a multiple of the largest block, so that in
+        deterministic mode pieces are blocks of the whole.
       keep_logits: keep what each token was drawn from.
       store: tiers below the pool.
       counters: what has been served so far.
@@ -104,12 +104,12 @@ class Batcher:
         """
         policy = get_policy(policy)
         check_storage(config, policy)
-        sizes = [block.tokens for block in blocks_for(model, mode)]
-        prefill_tokens = prefill_tokens or max(sizes)
+        largest = max(block.tokens for block in blocks_for(model, mode))
+        prefill_tokens = prefill_tokens or largest
         if slots < 1:
             raise ValueError(f"slots={slots} must be at least 1")
-        if any(prefill_tokens % size for size in sizes):
-            raise ValueError(f"prefill_tokens={prefill_tokens} must be a multiple of {max(sizes)}, the largest block")
+        if prefill_tokens % largest:
+            raise ValueError(f"prefill_tokens={prefill_tokens} must be a multiple of {largest}, the largest block")
         check_rotation(model, config)
         below = open_store(store, model, config)
         cache = new_cache(config, model.row_format)

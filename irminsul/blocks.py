@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from irminsul.view import Form
@@ -53,9 +54,9 @@ class CostModel:
     def __call__(
         self,
         blocks: tuple[Block, ...],
-        tokens: Float[Array, "K N"],
-        rows: Float[Array, "K N"],
-        visible: Float[Array, "K N"],
+        tokens: Float[Array, "K 1"],
+        rows: Float[Array, "K 1"],
+        visible: Float[Array, "K 1"],
     ) -> Float[Array, "K N"]:
         """Work of each of ``N`` blocks at ``K`` places, of whose tokens so many are real, the last of them sees
         ``rows`` rows, and all of them together see ``visible``."""
@@ -85,10 +86,12 @@ LATENT_BLOCKS = (Block(16, "absorbed"), Block(64, "absorbed"), Block(256, "expan
 GROUPED_BLOCKS = tuple(Block(tokens, "absorbed") for tokens in (16, 64, 256, 1024))
 
 # On a Hopper GPU a small block takes as long as reading the weights, and the kernels skip padding queries. The expanded
-# kernel fills the GPU from some 512 queries of 16 heads on (``docs/benchmarks/rotated_latent_attention.md``).
+# kernel fills the GPU from some 512 queries of 16 heads on (``docs/benchmarks/rotated_latent_attention.md``). Large
+# blocks lie close together: what is no kernel of ours computes padding, too. The largest one takes in what would be
+# left over of a few blocks of 4,096, and would have to project all rows up once more.
 HOPPER_LATENT_BLOCKS = (
     *(Block(tokens, "absorbed") for tokens in (64, 256)),
-    *(Block(tokens, "expanded") for tokens in (512, 1024, 2048, 4096)),
+    *(Block(tokens, "expanded") for tokens in (512, 1024, 1792, 2560, 3328, 4096, 5120)),
 )
 HOPPER_GROUPED_BLOCKS = tuple(Block(block.tokens, "absorbed") for block in HOPPER_LATENT_BLOCKS)
 # Multiply-adds a second over bytes a second of one H200: 350e12 / 4.2e12 (both measured, sustained).
@@ -171,29 +174,55 @@ def choose_block(
     start: Int[Array, ""],
     count: Int[Array, ""],
 ) -> Int[Array, ""]:
-    """Index of the block with the least work a computed token, for the tokens from ``start`` on.
+    """Index of the block to compute next, for the tokens from ``start`` on.
 
-    ``positions`` are those of the ``count`` computed tokens. A block that reaches over a reused span makes all its
-    tokens pay for the rows that its last one sees, which is why a short block before the gap can be the cheaper one.
-    Where every block reads all weights (``causal``) the one behind it, no larger, is looked at, too: what a short block
-    saves, the block for the few tokens it leaves over can cost.
+    ``positions`` are those of the ``count`` computed tokens. The block with the least work a computed token is taken:
+    one that reaches over a reused span makes all its tokens pay for the rows that its last one sees, which is why a
+    short block before the gap can be the cheaper one. Where every block reads all weights (``causal``) all that is left
+    is looked at: a block is worth what cutting everything into blocks of its size costs, with the cheapest that holds
+    them for the tokens left over.
     """
     seen = jnp.cumsum(positions + 1.0)
-    sizes = jnp.asarray([block.tokens for block in blocks], jnp.int32)
+    if cost.causal:
+        return _of_least_total(blocks, cost, positions, seen, start, count)
+    end = jnp.minimum(start + jnp.asarray([block.tokens for block in blocks], jnp.int32), count)
+    work = _work_between(blocks, cost, positions, seen, jnp.broadcast_to(start, end.shape), end)
+    return jnp.argmin(jnp.diagonal(work) / (end - start).astype(jnp.float32))
 
-    def work_from(begin: Int[Array, " K"]) -> tuple[Float[Array, "K N"], Int[Array, "K N"]]:
-        """Of each block beginning there, and where it ends."""
-        end = jnp.minimum(begin[:, None] + sizes[None], count)
-        before = jnp.where(begin > 0, seen[begin - 1], 0.0)[:, None]
-        tokens, rows = (end - begin[:, None]).astype(jnp.float32), (positions[end - 1] + 1).astype(jnp.float32)
-        return cost(blocks, tokens, rows, seen[end - 1] - before), end
 
-    work, end = (each[0] for each in work_from(start[None]))
-    if not cost.causal:
-        return jnp.argmin(work / (end - start).astype(jnp.float32))
-    more, last = work_from(end)
-    ahead = (end < count)[:, None]
-    total = work[:, None] + jnp.where(ahead, more, 0.0)
-    done = jnp.where(ahead, last, end[:, None]) - start
-    each = jnp.where(sizes[None] <= sizes[:, None], total / done.astype(jnp.float32), jnp.inf)
-    return jnp.argmin(jnp.min(each, axis=1))
+def _of_least_total(
+    blocks: tuple[Block, ...],
+    cost: CostModel,
+    positions: Int[Array, " P"],
+    seen: Float[Array, " P"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+) -> Int[Array, ""]:
+    sizes = np.array([block.tokens for block in blocks], np.int32)
+    most = -(-len(positions) // sizes)
+    size = np.repeat(np.arange(len(sizes)), most)  # of each piece, and which one it is
+    piece = np.concatenate([np.arange(number, dtype=np.int32) for number in most])
+    begin = jnp.minimum(start + piece * sizes[size], count)
+    end = jnp.minimum(begin + sizes[size], count)
+    work = _work_between(blocks, cost, positions, seen, begin, end)
+    # What is left over takes the cheapest block that holds it, and what is not there takes nothing.
+    last, holds = (end == count)[:, None], sizes[None] >= (end - begin)[:, None]
+    work = jnp.where(jnp.where(last, holds, np.arange(len(sizes))[None] == size[:, None]), work, jnp.inf)
+    least = jnp.where(end > begin, jnp.min(work, axis=1), 0.0)
+    total = jnp.sum(jnp.where(size[None] == np.arange(len(sizes))[:, None], least[None], 0.0), axis=1)
+    first = np.cumsum(most) - most
+    return jnp.argmin(work[first], axis=1)[jnp.argmin(total)]
+
+
+def _work_between(
+    blocks: tuple[Block, ...],
+    cost: CostModel,
+    positions: Int[Array, " P"],
+    seen: Float[Array, " P"],
+    begin: Int[Array, " K"],
+    end: Int[Array, " K"],
+) -> Float[Array, "K N"]:
+    """Work of every block for the computed tokens ``begin`` to ``end``."""
+    before = jnp.where(begin > 0, seen[begin - 1], 0.0)[:, None]
+    tokens, rows = (end - begin).astype(jnp.float32)[:, None], (positions[end - 1] + 1).astype(jnp.float32)[:, None]
+    return cost(blocks, tokens, rows, seen[end - 1][:, None] - before)

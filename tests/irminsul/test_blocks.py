@@ -27,15 +27,18 @@ def model():
 
 
 def test_a_gpu_reads_all_weights_as_seldom_as_it_can(model, monkeypatch):
-    """Few blocks, the last one no larger than what is left: padding costs, too."""
+    """Few blocks, of sizes that leave little over: padding costs, too, and so does projecting rows up again."""
     monkeypatch.setattr(blocks, "hopper_available", lambda: True)
     kinds = blocks.blocks_for(model, "fast")
     assert chosen(model, kinds, np.arange(16384)) == [4096] * 4
-    assert chosen(model, kinds, np.arange(4608)) == [4096, 512]
+    assert chosen(model, kinds, np.arange(4608)) == [5120]
+    assert chosen(model, kinds, np.arange(5700)) == [3328, 2560]
     assert chosen(model, kinds, np.arange(100)) == [256]
     first_new = np.append(np.arange(3277), 16383)
     spread = np.concatenate([np.arange(410) + 2048 * piece for piece in range(8)])
-    assert chosen(model, kinds, first_new) == chosen(model, kinds, spread) == [4096]
+    assert chosen(model, kinds, first_new) == chosen(model, kinds, spread) == [3328]
+    far = np.concatenate([np.arange(1638) + 8192 * piece for piece in range(8)])
+    assert chosen(model, kinds, far, 65536) == [5120, 4096, 4096]
 
 
 def test_elsewhere_short_blocks_end_ahead_of_a_gap(model):
