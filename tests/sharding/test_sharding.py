@@ -22,6 +22,7 @@ class TestEightDevices:
     def test_logits_equal_one_device(self, results, case):
         assert results[case]["uncached"] < 1e-5
         assert results[case]["cached"] < 1e-5
+        assert results[case]["moved"] < 1e-3
 
     def test_cache_hits_alike(self, results, case):
         one, mesh = results[case]["shifted"]
