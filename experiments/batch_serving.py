@@ -114,10 +114,16 @@ def serve(
     if repairs is not None:
         admissions = [with_repaired(*pair) for pair in zip(admissions, repairs, strict=True)]
     block = pack(admissions, asked, steps)
-    pools = tuple(admission.cache.pool for admission in admissions)
+    # Nobody reads the rows of this request again: how far its attention went need not be measured.
+    pools = tuple(_without_dependence(admission.cache.pool) for admission in admissions)
     logits, generated, _ = compute(model, pools, block, steps=steps, storage=caches[0].config.storage, keep_pool=False)
     bins = [admission.request.plan.bins for admission in admissions]
     return Served(logits, generated, bins, [len(admission.request.entries) for admission in admissions])
+
+
+def _without_dependence(pool: LatentPool | None) -> LatentPool:
+    assert pool is not None
+    return dataclasses.replace(pool, dependence=None)
 
 
 def admitted(

@@ -7,8 +7,13 @@ position inside,
 
     share = 1 - exp(logaddexp(lse_inside, lse_sink) - lse_total)
 
-Of the heads of a layer the largest share counts, and of the layers the mean. By the largest of all layers nearly every
-token would look dependent: some head somewhere looks far away whatever the token says (``docs/log.md``).
+Of the heads of a layer the largest share counts, and of the layers the mean, weighted if ``CacheConfig`` says how. By
+the largest of all layers nearly every token would look dependent: some head somewhere looks far away whatever the token
+says (``docs/log.md``).
+
+Distances stand a quarter of an octave apart. What a token took from outside may lie hardly further away than the edge
+of its span: where octaves were kept, a reference 720 tokens behind the edge to a heading 1,000 tokens back lost half of
+its share, and with it its repair.
 
 A token at ``offset`` behind the beginning of the span it is reused in depends on the context by the share that went
 further than ``offset``, which ``dependence_at`` reads off the profile.
@@ -18,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-DISTANCES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+DISTANCES = tuple(round(2 ** (quarter / 4)) for quarter in range(12, 49))  # 8 to 4096
 DEPENDENCE_DTYPE = jnp.float16  # of shares between 0 and 1
 MEASURE = "mean of layers"  # part of the cache format
 
@@ -26,8 +31,7 @@ MEASURE = "mean of layers"  # part of the cache format
 def dependence_at(profile: Float[np.ndarray, "M K"], offset: Int[np.ndarray, " M"]) -> Float[np.ndarray, " M"]:
     """The share of each token's attention that went further left than ``offset`` tokens.
 
-    Linear in the logarithm of the distance between two of ``DISTANCES``, constant outside them: at the beginning of a
-    span every token looks across its edge, and only what lies further away tells tokens apart.
+    Linear in the logarithm of the distance between two of ``DISTANCES``, constant outside them.
     """
     place = np.interp(np.log2(offset + 1.0), np.log2(DISTANCES), np.arange(len(DISTANCES)))
     below = np.minimum(place.astype(np.int64), len(DISTANCES) - 2)

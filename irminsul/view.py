@@ -87,7 +87,7 @@ class PagedView:
         if self.selection is not None:
             view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
             out, reach = indexed_view.attend_selected(view, layer, q_nope, q_rope, w_uk, w_uv, rotary, scale)
-            return out, view._with_reach(view.pool, jnp.max(reach, axis=1))
+            return out, view._with_reach(view.pool, jnp.max(reach, axis=1), layer)
         heads = {"q_nope": (q_nope, 1), "q_rope": (q_rope, 1), "w_uk": (w_uk, 0), "w_uv": (w_uv, 0)}
         return self._attend("latent", heads, layer=layer, c_kv=c_kv, k_rope=k_rope, rotary=rotary, scale=scale)
 
@@ -112,7 +112,7 @@ class PagedView:
         attend: Any = _ATTEND[kind]
         if not split_axes(SEQUENCE, TENSOR):
             out, _, reach, pool = attend(self, **{name: x for name, (x, _) in heads.items()}, **shared, scale=scale)
-            return out, self._with_reach(pool, None if reach is None else jnp.max(reach, axis=1))
+            return out, self._with_reach(pool, None if reach is None else jnp.max(reach, axis=1), shared["layer"])
         # What was prepared for the whole table serves no device's part of it.
         own: dict[str, Any] = dict.fromkeys(("pool", "page_table", "write_page", "packed", "planned"))
         rest = dataclasses.replace(self, **own)
@@ -124,7 +124,7 @@ class PagedView:
         out, reach, pool = attend_on_mesh(
             on_device, self.pool, kind, self.page_table, self.write_page, heads, (rest, shared)
         )
-        return out, self._with_reach(pool, reach)
+        return out, self._with_reach(pool, reach, shared["layer"])
 
     def _latent(
         self,
@@ -256,11 +256,12 @@ class PagedView:
     def _distances(self) -> Distances:
         return () if self.dependence is None else DISTANCES
 
-    def _with_reach(self, pool: LatentPool, reach: Float[Array, "M K"] | None) -> "PagedView":
+    def _with_reach(self, pool: LatentPool, reach: Float[Array, "M K"] | None, layer: Int[Array, ""]) -> "PagedView":
         if self.dependence is None or reach is None:
             return dataclasses.replace(self, pool=pool)
         layers = pool.latent_pages.shape[0]
-        return dataclasses.replace(self, pool=pool, dependence=self.dependence + reach / layers)
+        counted = jnp.asarray(pool.layer_weights)[layer] if pool.layer_weights else 1 / layers
+        return dataclasses.replace(self, pool=pool, dependence=self.dependence + counted * reach)
 
     def _stored_key(self, key: Float[Array, "M *heads R"], rotary: RotaryTable) -> Float[Array, "M *heads R"]:
         return rotate(key, self.write_position, rotary) if self.storage == "base" else key

@@ -96,22 +96,26 @@ def profiles_of(cache, length) -> np.ndarray:
 
 @pytest.mark.parametrize("mode", ["deterministic", "fast"])
 def test_profiles_are_shares_of_attention_beyond_each_distance(model, config, mode):
-    """The largest over heads, the mean over layers."""
+    """The largest over heads, the mean over layers, plain or weighted."""
     tokens = random_tokens(1, 307)
+    layers = attention_weights(model, tokens)
+    counted = np.full(len(layers), 1 / len(layers))
+    if mode == "fast":
+        counted = np.arange(len(layers)) / np.arange(len(layers)).sum()
+        config = dataclasses.replace(config, dependence_weights=tuple(counted.tolist()))
     cache = serve(model, new_cache(config, model.row_format), tokens, "prefix", mode).cache
     distance = np.arange(307)[:, None] - nearest_of_group(cache, 307)[None, :]
     expected = np.zeros((307, len(DISTANCES)))
-    layers = attention_weights(model, tokens)
-    for weights in layers:
+    for weight, weights in zip(counted, layers, strict=True):
         for k, limit in enumerate(DISTANCES):
             beyond = (distance >= limit) & (np.arange(307) > 0)[None]
             share = (weights * beyond[:, None]).sum(axis=-1).max(axis=1)
             # The definition: what neither the rows within the distance nor position 0 account for.
             inside = np.where(beyond[:, None], 0, weights).sum(axis=-1)
             np.testing.assert_allclose(share, (1 - inside).max(axis=1), atol=1e-5)
-            expected[:, k] += share / len(layers)
+            expected[:, k] += weight * share
     profile = profiles_of(cache, 307)
-    assert profile[:, 0].max() > 0.5 > profile[:32, 0].max() == 0  # far tokens look back; near ones cannot
+    assert profile[:, 0].max() > 0.5 > profile[: DISTANCES[0], 0].max() == 0  # far tokens look back; near ones cannot
     assert_close(profile, expected, atol=1e-3)  # half precision of shares below 1
 
 
@@ -148,7 +152,8 @@ def test_profiles_follow_a_page_that_is_copied_on_write(model, config):
 
 def test_dependence_is_read_off_the_profile_at_the_distance_to_the_edge():
     profile = np.linspace(0.8, 0.1, len(DISTANCES), dtype=np.float32)[None].repeat(6, axis=0)
-    offset = np.array([0, 31, 63, 90, DISTANCES[-1] - 1, 10 * DISTANCES[-1]])
+    last = len(DISTANCES) - 1
+    offset = np.array([0, DISTANCES[0] - 1, DISTANCES[9] - 1, DISTANCES[9], DISTANCES[-1] - 1, 10 * DISTANCES[-1]])
     found = dependence_at(profile, offset)
-    np.testing.assert_allclose(found[[0, 1, 2, 4, 5]], profile[0, [0, 0, 1, -1, -1]], rtol=1e-6)
-    assert profile[0, 2] < found[3] < profile[0, 1]
+    np.testing.assert_allclose(found[[0, 1, 2, 4, 5]], profile[0, [0, 0, 9, last, last]], rtol=1e-6)
+    assert profile[0, 10] < found[3] < profile[0, 9]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from irminsul.cache import new_cache
+from irminsul.dependence import DISTANCES
 from irminsul.pool import new_pool
 from irminsul.row_quantisation import QUANTISED, bytes_per_token, quantise
 from irminsul.view import PagedView
@@ -99,7 +100,9 @@ def test_kernels_that_cannot_read_them_say_so(model, config):
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*does not read int8 rows.*dtype='bfloat16'"):
         model.forward(row, row, view)
     measuring = dataclasses.replace(
-        view, pool=new_pool(model.row_format, 7, 13, "float32", dependence=True), dependence=jnp.zeros((1, 8))
+        view,
+        pool=new_pool(model.row_format, 7, 13, "float32", dependence=True),
+        dependence=jnp.zeros((1, len(DISTANCES))),
     )
     with pytest.raises(NotImplementedError, match=r"does not measure reach on 'cpu'.*use implementation='xla'"):
         model.forward(row, row, measuring)
