@@ -22,8 +22,10 @@ from irminsul.commit import PoolTooSmallError
 from irminsul.forget import Forgotten
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import PrefillResult, Request
-from irminsul.sources import isolated_key
+from irminsul.sources import Sources, isolated_key
 from irminsul.store import Store
+from irminsul.store_lookup import Wanted
+from irminsul.store_reading import ReadAhead
 
 if TYPE_CHECKING:
     from experiments.churn_session import Ask, Churn
@@ -40,14 +42,21 @@ class WatchedTiers(Store):
         self.churn = churn
         self.prefixes = tuple(namespace_prefix(namespace) for namespace in STORED)
 
-    def load(
-        self, cache: ContentCache, key: bytes, tokens: np.ndarray, policy: Policy, new_tokens: int = 0
-    ) -> ContentCache:
-        """``Store.load``."""
-        if not key.startswith(self.prefixes) or not policy.register:
-            return cache
+    def look_ahead(
+        self, cache: ContentCache, sources: Sources, tokens: np.ndarray, policy: Policy, new_tokens: int = 0
+    ) -> ReadAhead:
+        """``Store.look_ahead``."""
+        if not sources.key.startswith(self.prefixes) or not policy.register:
+            return ReadAhead(Wanted([], cache.in_flight > 0), [])
+        churn = self.churn
+        ahead, met = churn.tiers.look_ahead(churn.model, cache, sources, tokens, policy, new_tokens)
+        churn.counts["corrupt_objects_survived"] += met
+        return ahead
+
+    def bring(self, cache: ContentCache, ahead: ReadAhead) -> ContentCache:
+        """``Store.bring``."""
         churn, before = self.churn, cache.tree.copy()
-        cache, met = churn.tiers.load(churn.model, cache, key, tokens, policy, new_tokens)
+        cache, met = churn.tiers.bring(churn.model, cache, ahead)
         churn.counts["corrupt_objects_survived"] += met
         churn.ledger.loaded(before, cache)
         churn.ledger.audit(cache)
@@ -56,11 +65,14 @@ class WatchedTiers(Store):
     def keep(self, cache: ContentCache, request: Request, generated: np.ndarray | None = None) -> None:
         """``Store.keep``, where a request has ended."""
         churn = self.churn
+        if request.key.startswith(namespace_prefix(PUBLIC)):  # the ledger hears of them all at once
+            churn.tiers.keep(churn.model, cache, request, generated)
+            return
         churn.ledger.ended(request)
         churn.ledger.audit(cache)
         if request.key.startswith(self.prefixes) and request.policy.register:
-            churn.ledger.archived(cache, request)
-            churn.tiers.keep(churn.model, cache, request, np.asarray(generated, np.int32))
+            churn.ledger.archived(cache, request.key, request.pages)
+            churn.tiers.keep(churn.model, cache, request, generated)
 
     def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
         """``Store.forget``, in the stores of all models."""
@@ -78,14 +90,11 @@ class WatchedBatcher(Batcher):
         if self.prefilling is not None:
             self.churn.ledger.admitted(self.prefilling.admission.request)
 
-    def _prefill_piece(self, prefilling: Prefilling) -> None:
-        super()._prefill_piece(prefilling)
-        if prefilling.ahead and prefilling.finished:
-            # Its rows are where they were, even if their pages were given back, since nothing came after.
-            churn, request = self.churn, prefilling.admission.request
-            result = PrefillResult(None, self.cache, request, {})
-            churn.ledger.prefilled(churn.model, result, self._secrets_behind_sink(prefilling), int(FRAGMENT))
-            churn.ledger.ended(request)
+    def _end_ahead(self, prefilling: Prefilling) -> None:
+        churn, request = self.churn, prefilling.admission.request
+        result = PrefillResult(None, self.cache, request, {})
+        churn.ledger.prefilled(churn.model, result, self._secrets_behind_sink(prefilling), int(FRAGMENT))
+        super()._end_ahead(prefilling)
 
     def _secrets_behind_sink(self, prefilling: Prefilling) -> np.ndarray:
         """Which secrets the tokens of a chunk belong to: those of the prompt where it stands there."""

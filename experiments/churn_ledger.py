@@ -257,11 +257,15 @@ class Ledger:
 
     # Rows that come from elsewhere
 
-    def published(self, before: PageTree, model: Any, cache: ContentCache, key: bytes, sequence: np.ndarray) -> None:
-        """Checks rows that were published since the tree was as ``before``, and notes them: those of ``sequence``."""
+    def published(
+        self, before: PageTree, model: Any, cache: ContentCache, key: bytes, sequence: np.ndarray
+    ) -> np.ndarray:
+        """Checks rows that were published since the tree was as ``before``, and notes them: those of ``sequence``.
+        Returns their pages."""
         tree, rows = cache.tree, pool_rows(cache.pool)
         expected, _ = self.reference(model, sequence)
-        for page in self._new_pages(before, tree):
+        pages = self._new_pages(before, tree)
+        for page in pages:
             fill = int(tree.fill[page])
             position = int(tree.base_position[page]) + np.arange(fill)
             if cache.namespaces[tree.namespace[page]] != key:
@@ -270,6 +274,7 @@ class Ledger:
             self._expect(same, "a published row is not that of its text behind its context")
             self._note_page(page, tree, key, rows)
             self.pure[page, :fill], self.bitwise[page] = True, True
+        return np.array(pages, np.int64)
 
     def _new_pages(self, before: PageTree, tree: PageTree) -> list[int]:
         """Pages given to somebody since ``before``; counts those taken from somebody."""
@@ -284,12 +289,12 @@ class Ledger:
         self.token[page, :fill], self.position[page, :fill] = tree.tokens[page, :fill], begin + np.arange(fill)
         self.rows[page, :fill] = rows[page, :fill]
 
-    def archived(self, cache: ContentCache, request: Request) -> None:
-        """Remembers the pages of a request as they go to a tier."""
-        for page in request.pages.tolist():
+    def archived(self, cache: ContentCache, key: bytes, pages: np.ndarray) -> None:
+        """Remembers the pages that a request wrote as they go to a tier."""
+        for page in pages.tolist():
             fill = int(cache.tree.fill[page])
-            if fill and self.owner[page] == request.key:
-                name = (request.key, int(self.position[page, 0]), self.token[page, :fill].tobytes())
+            if fill and self.owner[page] == key:
+                name = (key, int(self.position[page, 0]), self.token[page, :fill].tobytes())
                 rows, pure, secrets = (array[page, :fill].copy() for array in (self.rows, self.pure, self.secrets))
                 copy = Archived(rows, pure, secrets, bool(self.bitwise[page]))
                 self.archive[name] = [*self.archive.pop(name, [])[-3:], copy]

@@ -40,6 +40,7 @@ from irminsul.plan import EXACT, SHIFTED
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import PrefillResult, Request, complete, prefill
 from irminsul.publish import publish
+from irminsul.sources import sources_of
 from models import families
 
 MODEL = {
@@ -254,14 +255,17 @@ class Churn:
         self.ledger.ended(started.request)
         if ask.stored:
             self.ledger.audit(self.cache)
-            self.ledger.archived(self.cache, started.request)
+            self.ledger.archived(self.cache, started.request.key, started.request.pages)
             self.tiers.keep(started.model, self.cache, started.request, np.asarray(generated, np.int32))
         self.traffic.remember(ask.tenant, ask.blocks, generated)
 
     def _load(self, ask: Ask, tokens: np.ndarray) -> None:
-        key = request_key(self.cache, self.model, ask.namespace, ask.adapter, ask.policy.bitwise)
+        sources = sources_of(
+            self.cache, self.model, ask.policy,
+            namespace=ask.namespace, adapter=ask.adapter, mode="deterministic", shared=ask.shared,
+        )  # fmt: skip
         before = self.cache.tree.copy()
-        self.cache, met = self.tiers.load(self.model, self.cache, key, tokens, ask.policy, ask.new_tokens)
+        self.cache, met = self.tiers.load(self.model, self.cache, sources, tokens, ask.policy, ask.new_tokens)
         self.counts["corrupt_objects_survived"] += met
         self.ledger.loaded(before, self.cache)
         self.ledger.audit(self.cache)
@@ -308,7 +312,10 @@ class Churn:
         context, text = (self.traffic.documents[index].tokens for index in (0, rng.integers(1, 6)))
         before = self.cache.tree.copy()
         try:
-            self.cache = publish(self.model, self.cache, context, [text], namespace=PUBLIC, mode="deterministic")
+            self.cache = publish(
+                self.model, self.cache, context, [text],
+                namespace=PUBLIC, mode="deterministic", store=self.tiers.of(self.model),
+            )  # fmt: skip
         except PoolTooSmallError:
             self.counts["refused"] += 1
             return
@@ -318,7 +325,9 @@ class Churn:
         """Has rows checked that were published since the tree was as ``before``."""
         key = request_key(self.cache, self.model, PUBLIC, "", context="published")
         self.published.add(key)
-        self.ledger.published(before, self.model, self.cache, key, np.concatenate([context, text]).astype(np.int32))
+        sequence = np.concatenate([context, text]).astype(np.int32)
+        pages = self.ledger.published(before, self.model, self.cache, key, sequence)
+        self.ledger.archived(self.cache, key, pages)
 
     # Forgetting and tiers
 

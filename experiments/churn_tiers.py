@@ -10,7 +10,9 @@ import tensorstore
 from irminsul.cache import CacheConfig, ContentCache
 from irminsul.policies import Policy
 from irminsul.prefill import Request
+from irminsul.sources import Sources
 from irminsul.store import Store
+from irminsul.store_reading import ReadAhead
 
 MAX_PAGES = 128
 # Reasons for a page not served or a record passed over that a damaged object gives.
@@ -35,15 +37,30 @@ class Tiers:
         return self._stores[model.digest]
 
     def load(
-        self, model: Any, cache: ContentCache, key: bytes, tokens: np.ndarray, policy: Policy, new_tokens: int
+        self, model: Any, cache: ContentCache, sources: Sources, tokens: np.ndarray, policy: Policy, new_tokens: int
     ) -> tuple[ContentCache, int]:
         """Brings back what a prompt would be served from; also how many damaged objects were met on the way."""
+        ahead, met = self.look_ahead(model, cache, sources, tokens, policy, new_tokens)
+        cache, damaged = self.bring(model, cache, ahead)
+        return cache, met + damaged
+
+    def look_ahead(
+        self, model: Any, cache: ContentCache, sources: Sources, tokens: np.ndarray, policy: Policy, new_tokens: int
+    ) -> tuple[ReadAhead, int]:
+        """``Store.look_ahead``, and the damaged objects met; all is read, so that a run can be repeated."""
         store = self.of(model)
         before = _met(store)
-        cache = store.load(cache, key, tokens, policy, new_tokens)
-        return cache, _met(store) - before
+        ahead = store.look_ahead(cache, sources, tokens, policy, new_tokens)
+        ahead.wait()
+        return ahead, _met(store) - before
 
-    def keep(self, model: Any, cache: ContentCache, request: Request, generated: np.ndarray) -> None:
+    def bring(self, model: Any, cache: ContentCache, ahead: ReadAhead) -> tuple[ContentCache, int]:
+        """``Store.bring``, and the damaged objects met."""
+        store = self.of(model)
+        before = _met(store)
+        return store.bring(cache, ahead), _met(store) - before
+
+    def keep(self, model: Any, cache: ContentCache, request: Request, generated: np.ndarray | None) -> None:
         """Writes what a request has left."""
         self.of(model).keep(cache, request, generated)
 

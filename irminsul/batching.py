@@ -7,19 +7,22 @@ running: nothing is compiled after the first request of each kind of step.
 
 Rows of different requests share a pool and nothing else: each slot attends through its own page table, and a slot that
 is idle writes nowhere. In *deterministic* mode an answer has the bits it has when nobody else is served. The rows of a
-prompt can be found as soon as they are computed, so of requests with one beginning only the first computes it.
+prompt can be found as soon as they are computed, so of requests with one beginning only the first computes it. Where
+there is a store, it reads for those in line while others are served.
 """
 
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
+from irminsul.batch_reading import LineReader
 from irminsul.batch_state import Prefilling, Running, decode_batch
 from irminsul.blocks import Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, new_cache
@@ -39,13 +42,15 @@ from irminsul.prefill import (
     pack_batch,
     share_prompt,
 )
-from irminsul.publish import ALONE, isolated_sequences, publish
+from irminsul.publish import ALONE, end_isolated, isolated_sequences, publish
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling
 from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from irminsul.store import Store
 from irminsul.ticket import Ticket, sampling_of
-from irminsul.tiers import end_request, forget_everywhere, load_ahead, open_store
+from irminsul.tiers import end_request, forget_everywhere, open_store
+
+READ_AHEAD = 4  # requests in line for which a store reads
 
 
 @dataclasses.dataclass
@@ -79,6 +84,9 @@ class Batcher:
     ahead: deque[np.ndarray] | None = None
     blocked: bool = False
     submitted: int = 0
+
+    def __post_init__(self) -> None:
+        self.line = LineReader(self.store, self.model, self.policy, self.mode) if self.store is not None else None
 
     @classmethod
     def create(
@@ -163,6 +171,9 @@ class Batcher:
             self._admit()
         if self.prefilling is not None:
             self._prefill_piece(self.prefilling)
+        if self.line is not None:  # while the device computes
+            waiting = islice(self.waiting, READ_AHEAD)
+            self.line.start(self.cache, [(number, self.tickets[number]) for number in waiting])
         return emitted
 
     def run(self) -> None:
@@ -198,6 +209,8 @@ class Batcher:
         if number in self.waiting:
             self.ahead = self.ahead if number != self.waiting[0] else None
             self.waiting.remove(number)
+            if self.line is not None:
+                self.line.reading.pop(number, None)
         for slot, running in enumerate(self.slots):
             if running is not None and running.number == number:
                 self._release(slot)
@@ -216,8 +229,9 @@ class Batcher:
             self._prefill_piece(self.prefilling)
         for text in texts or [np.zeros(0, np.int32)]:
             self.cache = publish(
-                self.model, self.cache, context, [text], namespace=namespace, adapter=adapter, mode=self.mode
-            )
+                self.model, self.cache, context, [text],
+                namespace=namespace, adapter=adapter, mode=self.mode, store=self.store,
+            )  # fmt: skip
 
     def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
         """Removes a text, or what one request (``Ticket.request``) computed, and everything computed from it, as
@@ -228,6 +242,8 @@ class Batcher:
         """
         self._require_unsaid(what, namespace)
         self.cache, forgotten = forget_everywhere(self.store, self.cache, what, namespace=namespace)
+        if self.line is not None:
+            self.line.reading.clear()  # pages that have been read may have gone
         self.blocked = False
         return forgotten
 
@@ -247,7 +263,7 @@ class Batcher:
                 )
 
     def _admit(self) -> None:
-        """Plans the first in line, if there is a slot for it and room for its pages.
+        """Plans the first in line, if there is a slot for it, room for its pages, and what is stored of it is read.
 
         One prompt at a time: a plan may follow the tree into pages whose rows are not computed yet.
         """
@@ -257,6 +273,11 @@ class Batcher:
         ticket = self.tickets[number]
         if ticket.status == "queued":
             ticket.mark("queue_ms")
+        if self.line is not None and not self.ahead:
+            cache = self.line.bring(self.cache, number, ticket, others=any(self.slots))
+            if cache is None:
+                return
+            self.cache = cache
         try:
             admission = self._admit_ahead(ticket)
             ahead = admission is not None
@@ -284,14 +305,11 @@ class Batcher:
 
     def _admit_prompt(self, ticket: Ticket) -> Admission:
         started = time.perf_counter()
-        who: dict[str, Any] = {"namespace": ticket.namespace, "adapter": ticket.adapter, "mode": self.mode}
-        count = ticket.max_new_tokens
-        self.cache = load_ahead(self.store, self.model, self.cache, ticket.prompt, self.policy, new_tokens=count, **who)
-        loaded = time.perf_counter()
         admission = admit(
-            self.model, self.cache, ticket.prompt, self.policy, new_tokens=count, shared=ticket.shared, **who
-        )
-        ticket.timings |= {"load_ms": 1e3 * (loaded - started), "plan_ms": 1e3 * (time.perf_counter() - loaded)}
+            self.model, self.cache, ticket.prompt, self.policy, namespace=ticket.namespace, adapter=ticket.adapter,
+            mode=self.mode, new_tokens=ticket.max_new_tokens, shared=ticket.shared,
+        )  # fmt: skip
+        ticket.spend("plan_ms", started)
         return admission
 
     def _admit_ahead(self, ticket: Ticket) -> Admission | None:
@@ -335,12 +353,15 @@ class Batcher:
             return
         self.prefilling = None
         if prefilling.ahead:
-            self.cache = complete(self.cache, admission.request)
-            sink = canonical_sink(self.model, self.policy)
-            self.cache.provenance.mark_fragment(admission.request.clock, len(sink))
+            self._end_ahead(prefilling)
         else:
             share_prompt(self.cache, admission.request)
             self._start(prefilling.number, admission.request, logits)
+
+    def _end_ahead(self, prefilling: Prefilling) -> None:
+        """Keeps the rows of a chunk that was computed behind the sink."""
+        sink = canonical_sink(self.model, self.policy)
+        self.cache = end_isolated(self.store, self.cache, prefilling.admission.request, sink)
 
     def _start(self, number: int, request: Request, logits: jax.Array) -> None:
         """Gives a slot to a request whose prompt is computed, and draws its first token."""

@@ -128,13 +128,14 @@ class Engine:
         count = max_new_tokens if forced is None else len(forced)
         self.cache = load_ahead(
             self.store, self.model, self.cache, tokens, self.policy,
-            namespace=namespace, adapter=adapter, mode=self.mode, new_tokens=count,
+            namespace=namespace, adapter=adapter, mode=self.mode, shared=shared, new_tokens=count,
         )  # fmt: skip
         loaded = time.perf_counter()
         if self.policy.provenance == "isolated" and self.policy.shifted == "serve":
             self.cache = isolate(
-                self.model, self.cache, tokens, self.policy, namespace=namespace, adapter=adapter, mode=self.mode
-            )
+                self.model, self.cache, tokens, self.policy,
+                namespace=namespace, adapter=adapter, mode=self.mode, store=self.store,
+            )  # fmt: skip
         try:
             result = prefill(
                 self.model,
@@ -193,8 +194,9 @@ class Engine:
         """
         for text in texts or [np.zeros(0, np.int32)]:
             self.cache = publish(
-                self.model, self.cache, context, [text], namespace=namespace, adapter=adapter, mode=self.mode
-            )
+                self.model, self.cache, context, [text],
+                namespace=namespace, adapter=adapter, mode=self.mode, store=self.store,
+            )  # fmt: skip
 
     def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
         """Removes a text, or what one request (``Response.request``) computed, and everything computed from it.

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int32, Integer
 from irminsul import page_tree
 from irminsul.blocks import Block, Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
-from irminsul.cache_key import Context, request_key
+from irminsul.cache_key import Context
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use, share
 from irminsul.compute import PrefillBatch, run_prefill
 from irminsul.content import PromptContent, extend_content, read_content
@@ -25,7 +25,7 @@ from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import Readable, ReusePlan, Span, plan_prompt
 from irminsul.policies import Policy, get_policy
 from irminsul.repair import lend, privatise, with_repairs
-from irminsul.sources import isolated_spans, published
+from irminsul.sources import isolated_spans, readable, sources_of
 from pallas_kernels.page_table import PageTable
 
 
@@ -209,15 +209,16 @@ def propose(
     check_storage(cache.config, policy)
     tokens = check_prompt(tokens, model, cache, new_tokens)
     blocks = () if model is None else blocks_for(model, mode)
-    key = request_key(cache, model, namespace, adapter, policy.bitwise, mode, context)
+    sources = sources_of(
+        cache, model, policy, namespace=namespace, adapter=adapter, mode=mode, shared=shared, context=context
+    )
+    key = sources.key
     cache, owner = open_namespace(cache, key)
     content = read_content(tokens, cache.config.chunking, key)
-    readable = published(cache, model, shared, adapter, policy, mode, tokens)
-    isolated: tuple[Span, ...] = ()
-    if policy.provenance == "isolated" and policy.shifted == "serve":
-        isolated = isolated_spans(cache, model, content, policy, namespace, adapter, mode)
+    published = readable(cache, sources.published, tokens)
+    isolated = isolated_spans(cache, content, policy, sources.isolated)
     plan, placement, pages, evicted = _plan_within_pool(
-        model, cache, content, owner, policy, new_tokens, blocks, readable, isolated
+        model, cache, content, owner, policy, new_tokens, blocks, published, isolated
     )
     keep = pages_in_use(cache.tree, plan)
     placement = assign(placement, pages)

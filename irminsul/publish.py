@@ -8,12 +8,13 @@ from jaxtyping import Int32, Integer
 
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
-from irminsul.cache_key import Context
 from irminsul.commit import PoolTooSmallError
 from irminsul.content import read_content
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import check_prompt, complete, prefill
+from irminsul.prefill import Request, check_prompt, prefill
 from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path
+from irminsul.store import Store
+from irminsul.tiers import end_request
 
 ALONE = get_policy("irminsul", shifted="ignore")  # nothing from anywhere else gets into these rows
 
@@ -27,18 +28,23 @@ def publish(
     namespace: str,
     adapter: str = "",
     mode: Mode = "fast",
+    store: Store | None = None,
 ) -> ContentCache:
     """Computes each of ``texts`` behind ``context`` alone and keeps the rows for whoever reads ``namespace``, the
     ``shared`` of ``prefill``. Nothing but this function writes there: a tenant's namespace of that name is another one.
 
-    Takes the cache over. An empty list of texts publishes the context itself, as a prefix.
+    Takes the cache over. An empty list of texts publishes the context itself, as a prefix. The rows are written
+    to a ``store``, too.
 
     Raises:
       As ``prefill``, for the first text that cannot be published; those before it are.
     """
     for text in texts or [np.zeros(0, np.int32)]:
         tokens = np.concatenate([context, text]).astype(np.int32)
-        cache, _ = _compute(model, cache, tokens, namespace, adapter, mode, "published")
+        result = prefill(
+            model, cache, tokens, ALONE, namespace=namespace, adapter=adapter, mode=mode, context="published"
+        )
+        cache = end_request(store, result.cache, result.request)
     return cache
 
 
@@ -51,24 +57,34 @@ def isolate(
     namespace: str = "default",
     adapter: str = "",
     mode: Mode = "fast",
+    store: Store | None = None,
 ) -> ContentCache:
     """Computes the chunks of a prompt behind the sink alone, those that are not there yet: what ``prefill`` serves from
     under ``provenance="isolated"``. Takes the cache over. Chunks that the pool or the compiled
-    prefill has no room for are left out.
+    prefill has no room for are left out. The rows are written to a ``store``, too.
 
     Raises:
       ConsumedError, ValueError: as ``prefill``, before anything changes.
     """
     cache.require_alive()
     key, sink = isolated_key(cache, model, namespace, adapter, mode), canonical_sink(model, policy)
+    who: dict[str, Any] = {"namespace": namespace, "adapter": adapter, "mode": mode, "context": "isolated"}
     for sequence in isolated_sequences(model, cache, tokens, policy, key):
         if not isolated_path(cache, key, sequence, policy):
             try:
-                cache, request = _compute(model, cache, sequence, namespace, adapter, mode, "isolated")
+                result = prefill(model, cache, sequence, ALONE, **who)
             except PoolTooSmallError:
                 break
-            cache.provenance.mark_fragment(request, len(sink))
+            cache = end_isolated(store, result.cache, result.request, sink)
     return cache
+
+
+def end_isolated(
+    store: Store | None, cache: ContentCache, request: Request, sink: Int32[np.ndarray, " W"]
+) -> ContentCache:
+    """``end_request`` of a chunk that was computed behind the sink."""
+    cache.provenance.mark_fragment(request.clock, len(sink))
+    return end_request(store, cache, request)
 
 
 def isolated_sequences(
@@ -88,17 +104,3 @@ def isolated_sequences(
         for begin, end in isolated_chunks(content, policy)
         if end - begin <= room
     ]
-
-
-def _compute(
-    model: Any,
-    cache: ContentCache,
-    tokens: Integer[np.ndarray, " T"],
-    namespace: str,
-    adapter: str,
-    mode: Mode,
-    context: Context,
-) -> tuple[ContentCache, int]:
-    """Keeps the rows of ``tokens``; returns the cache and the request that computed them."""
-    result = prefill(model, cache, tokens, ALONE, namespace=namespace, adapter=adapter, mode=mode, context=context)
-    return complete(result.cache, result.request), result.request.clock

@@ -6,6 +6,7 @@
   What such a row holds is a function of its chunk up to itself; no prompt had a part in it.
 """
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,8 @@ from irminsul.plan import Readable, Span, exact_prefix, path_end
 from irminsul.policies import Policy
 
 
-def published(
-    cache: ContentCache,
-    model: Any,
-    names: tuple[str, ...],
-    adapter: str,
-    policy: Policy,
-    mode: Mode,
-    tokens: Int32[np.ndarray, " T"],
-) -> tuple[Readable, ...]:
-    """The published namespaces ``names``, as far as there is anything in them, to be read for a prompt."""
-    keys = [request_key(cache, model, name, adapter, policy.bitwise, mode, "published") for name in names]
+def readable(cache: ContentCache, keys: tuple[bytes, ...], tokens: Int32[np.ndarray, " T"]) -> tuple[Readable, ...]:
+    """The namespaces of ``keys``, as far as a cache has any of them, to be read for a prompt."""
     return tuple(
         Readable(cache.namespaces.index(key), read_content(tokens, cache.config.chunking, key))
         for key in keys
@@ -73,26 +65,67 @@ def isolated_path(cache: ContentCache, key: bytes, sequence: Int32[np.ndarray, "
     return path if path_end(path) == len(sequence) else []
 
 
-def isolated_spans(
+@dataclasses.dataclass(frozen=True)
+class BehindSink:
+    """The key of a tenant's isolated chunks, and the tokens that they were computed behind."""
+
+    key: bytes
+    sink: Int32[np.ndarray, " W"]
+
+    def reads(self, cache: ContentCache, content: PromptContent, policy: Policy) -> list[tuple[Span, list[Piece]]]:
+        """For each chunk of a prompt that isolated rows may serve its span, computed where there are none, and the
+        whole path of its rows, those of the sink included."""
+        found, room = [], cache.config.max_prompt_tokens - len(self.sink)
+        for begin, end in isolated_chunks(content, policy):
+            if end - begin > room:  # nobody can compute it
+                continue
+            path = isolated_path(cache, self.key, np.concatenate([self.sink, content.tokens[begin:end]]), policy)
+            pieces = tuple(
+                piece._replace(row_begin=piece.row_begin + skipped, position=piece.position + skipped + moved)
+                for piece in path
+                for moved in [begin - len(self.sink)]
+                for skipped in [max(0, len(self.sink) - piece.position)]
+                if piece.row_begin + skipped < piece.row_end
+            )
+            found.append((Span(begin, end, False, pieces), path))
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """Where the rows lie that a prompt may be served from: those of its own key, of published namespaces, and behind
+    the sink (None if its policy serves none)."""
+
+    key: bytes
+    published: tuple[bytes, ...] = ()
+    isolated: BehindSink | None = None
+
+
+def sources_of(
     cache: ContentCache,
     model: Any,
-    content: PromptContent,
     policy: Policy,
+    *,
     namespace: str,
     adapter: str,
     mode: Mode,
+    shared: tuple[str, ...] = (),
+    context: Context = "private",
+) -> Sources:
+    """What ``prefill`` serves a request with these arguments from."""
+    key, *published = (
+        request_key(cache, model, name, adapter, policy.bitwise, mode, kind)
+        for name, kind in [(namespace, context), *((name, "published") for name in shared)]
+    )
+    if policy.provenance != "isolated" or policy.shifted != "serve":
+        return Sources(key, tuple(published))
+    behind = BehindSink(isolated_key(cache, model, namespace, adapter, mode), canonical_sink(model, policy))
+    return Sources(key, tuple(published), behind)
+
+
+def isolated_spans(
+    cache: ContentCache, content: PromptContent, policy: Policy, behind: BehindSink | None
 ) -> tuple[Span, ...]:
     """The spans of a prompt that isolated rows serve."""
-    key, sink = isolated_key(cache, model, namespace, adapter, mode), canonical_sink(model, policy)
-    spans = []
-    for begin, end in isolated_chunks(content, policy):
-        path = isolated_path(cache, key, np.concatenate([sink, content.tokens[begin:end]]), policy)
-        pieces = tuple(
-            piece._replace(row_begin=piece.row_begin + skipped, position=piece.position + skipped + begin - len(sink))
-            for piece in path
-            for skipped in [max(0, len(sink) - piece.position)]
-            if piece.row_begin + skipped < piece.row_end
-        )
-        if pieces:
-            spans.append(Span(begin, end, False, pieces))
-    return tuple(spans)
+    reads = behind.reads(cache, content, policy) if behind else []
+    return tuple(span for span, _ in reads if span.pieces)

@@ -1,9 +1,10 @@
 """Tiers below the pool: pages in host memory and in a key-value store, written behind and read ahead of a prompt.
 
-``Store.load`` asks the catalog which stored pages a prompt would be served from, reads those that are not in the pool,
-and hands them to it; ``Store.keep`` copies the pages a request wrote and queues them. What is loaded is checked down to
-its bytes and joins the page tree where its path says; whatever fails is skipped with a reason and computed, and the
-pages behind it have lost their left context, so that they can be shifted hits and no exact ones.
+``Store.look_ahead`` asks the catalog which stored pages a prompt would be served from and has those read that are not
+in the pool, ``bring`` hands them to it, and ``load`` does both; ``keep`` copies the pages a request wrote and queues
+them. What is brought is checked down to its bytes and joins the page tree where its path says; whatever fails is
+skipped with a reason and computed, and the pages behind it have lost their left context, so that they can be shifted
+hits and no exact ones.
 
 Objects of one owner (tenant, model, adapter, cache format) lie under a prefix of their own, and no other is ever listed
 or read for it::
@@ -24,15 +25,15 @@ import tensorstore
 from irminsul import page_tree
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_format import CacheFormat
-from irminsul.commit import pages_in_use
-from irminsul.content import extend_content, read_content
+from irminsul.content import extend_content
 from irminsul.forget import Forgotten
 from irminsul.page_tree import FREE, UNKNOWN
-from irminsul.plan import plan_prompt
 from irminsul.policies import Policy
 from irminsul.prefill import Request
+from irminsul.sources import Sources
 from irminsul.store_backend import Backend, HostTier, StoreWriteError
 from irminsul.store_catalog import Catalog, Entry, add_hints
+from irminsul.store_lookup import Wanted, wanted_pages
 from irminsul.store_metrics import StoreMetrics
 from irminsul.store_owner import (
     Owner,
@@ -42,9 +43,10 @@ from irminsul.store_owner import (
     owner_of,
     tenant_owners,
 )
-from irminsul.store_pool import PoolPages, better_pages, free_pages, pages_written
-from irminsul.store_record import PageRecord, StoredObjectError, decode_rows
-from irminsul.store_transfer import fits_pool, start_gather, write_pages
+from irminsul.store_pool import PoolPages, free_pages
+from irminsul.store_reading import Read, ReadAhead, Reader, bytes_a_row
+from irminsul.store_record import PageRecord, StoredObjectError
+from irminsul.store_transfer import start_gather, write_pages
 from irminsul.store_writer import DeleteJob, Place, WriteBehind, WriteJob
 
 
@@ -69,7 +71,7 @@ class Store:
           store: a URL that tensorstore knows (``file:///folder/``, ``gs://``, ``s3://``), or an open ``KvStore``.
           model, config: of the cache whose pages come and go; rows of any other are skipped.
           write: whether this process is the one that writes.
-          host_bytes: host memory for the rows of recently used pages.
+          host_bytes: host memory for the rows of recently used pages; as much again for pages read ahead.
           max_pages: capacity; beyond it the pages unused for longest are deleted.
           batch_pages: pages moved between device and host at once.
           queued_batches: batches that may wait to be written before ``keep`` waits for them.
@@ -88,6 +90,7 @@ class Store:
         self._host = HostTier(host_bytes)
         self._catalog = Catalog(config, max_pages)
         self._writer = WriteBehind(self._backend, self._host, self.metrics, queued_batches)
+        self._reader = Reader(self._backend, self._host, self._writer, self.metrics, self._place)
         self._batch_pages = batch_pages
         self._owners: dict[str, Owner] = {}  # by digest
         self._pages = PoolPages(self._catalog, lambda key: owner_of(key, self.format).digest)
@@ -126,73 +129,60 @@ class Store:
     # Reading ahead of a prompt
 
     def load(
-        self, cache: ContentCache, key: bytes, tokens: np.ndarray, policy: Policy, new_tokens: int = 0
+        self, cache: ContentCache, sources: Sources, tokens: np.ndarray, policy: Policy, new_tokens: int = 0
     ) -> ContentCache:
         """Brings the stored pages that ``prefill`` would serve this prompt from into the pool, as far as they fit.
 
-        Takes the cache over, like ``prefill``, unless nothing is to be loaded. ``key`` is that of the request
-        (``cache_key.request_key``). A prompt that ``prefill`` would refuse is left to it.
+        Takes the cache over, like ``prefill``, unless nothing is to be loaded. ``sources`` are those of the request
+        (``sources.sources_of``). A prompt that ``prefill`` would refuse is left to it.
+        """
+        return self.bring(cache, self.look_ahead(cache, sources, tokens, policy, new_tokens))
+
+    def look_ahead(
+        self, cache: ContentCache, sources: Sources, tokens: np.ndarray, policy: Policy, new_tokens: int = 0
+    ) -> ReadAhead:
+        """Finds out what ``load`` would bring, and has it read, as far as ``host_bytes`` allow; waits for nothing.
+
+        ``bring`` takes it while the cache is as it is now. Later on look again: what has been read is not read twice,
+        for as long as the earlier answer is held.
         """
         cache.require_alive()
+        nothing = ReadAhead(Wanted([], cache.in_flight > 0), [])
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or not 0 < tokens.size <= cache.config.max_prompt_tokens or tokens.dtype.kind not in "iu":
-            return cache
+            return nothing
         self._settle_failures()
         self._pages.follow(cache)
-        if self._owner(key) is None:
-            return cache
+        if self._owner(sources.key) is None:
+            return nothing
+        for key in (*sources.published, *([sources.isolated.key] if sources.isolated else [])):
+            self._owner(key)
         self._catalog.tick()
-        missing, keep = self._wanted(cache, key, tokens.astype(np.int32), policy, new_tokens)
-        if not missing:
-            return cache
-        return self._fetch(cache, key, missing, keep)
+        wanted = wanted_pages(cache, self._catalog, self._pages, sources, tokens.astype(np.int32), policy, new_tokens)
+        reads = self._reader.start_within(wanted.entries, self._host.capacity, bytes_a_row(cache.pool))
+        return ReadAhead(wanted, reads)
 
-    def _wanted(
-        self, cache: ContentCache, key: bytes, tokens: np.ndarray, policy: Policy, new_tokens: int
-    ) -> tuple[list[Entry], np.ndarray]:
-        """Stored pages to load, in prompt order, and the pages of the pool that must stay (``bool [N]``).
+    def bring(self, cache: ContentCache, ahead: ReadAhead) -> ContentCache:
+        """Hands what ``look_ahead`` found to the pool; waits for what is still being read.
 
-        Loaded is what a plan over the catalog reads where a plan over the pool has nothing as good.
+        Batch by batch, the next being read while one is on its way to the device. Takes the cache over, unless there
+        is nothing to bring.
         """
-        catalog, config, tree = self._catalog, cache.config, cache.tree
-        owner = catalog.owner(key)
-        if not (catalog.tree.namespace == owner).any():
-            return [], cache.in_flight > 0
-        content = read_content(tokens, config.chunking, key)
-        window, limit = config.chunking.anchor_window, config.planned_entries
-        _, pool_owner = open_namespace(cache, key)
-        pooled = plan_prompt(tree, cache.registry, content, pool_owner, policy, window, limit)
-        used = pages_in_use(tree, pooled)
-        names = [self._pages.name(page, cache) for page in np.flatnonzero(used).tolist()]
-        catalog.touch([catalog.entries[name].slot for name in names if name in catalog.entries])
-        if pooled.bins["exact"] == len(tokens) - 1:
-            return [], cache.in_flight > 0
-        stored = plan_prompt(catalog.tree, catalog.cache.registry, content, owner, policy, window, limit)
-        entries = [catalog.at(slot) for slot in better_pages(stored, pooled)]
-        catalog.touch([entry.slot for entry in entries])
-        self._pages.adopt(tree, entries)
-        keep = used | (cache.in_flight > 0) | tree.pinned
-        keep[[page for entry in entries if (page := self._pages.page(entry.name, tree)) is not None]] = True
-        missing = [entry for entry in entries if self._pages.page(entry.name, tree) is None]
-        room = max(0, tree.num_pages - int(keep.sum()) - pages_written(catalog.tree, stored, policy, new_tokens))
-        self.metrics.miss("room", len(missing[room:]))
-        return missing[:room], keep
-
-    def _fetch(self, cache: ContentCache, key: bytes, entries: list[Entry], keep: np.ndarray) -> ContentCache:
-        """Reads pages batch by batch, the next while one is on its way to the device, and hands them to the pool."""
-        pages = free_pages(cache, len(entries), keep)
-        self.metrics.miss("room", len(entries) - len(pages))
-        cache, owner = open_namespace(cache, key)
+        entries = ahead.wanted.entries
+        pages = free_pages(cache, len(entries), ahead.wanted.keep)
+        self.metrics.miss("room", ahead.wanted.left_out + len(entries) - len(pages))
+        if not entries:
+            return cache
         cache = next_step(cache, donate=True)
         for page in pages[cache.tree.namespace[pages] != FREE].tolist():
             page_tree.release(cache.tree, page)
         cache = self._pages.carry_to_pool(cache, entries)
         size = self._batch_pages
         batches = [entries[at : min(at + size, len(pages))] for at in range(0, len(pages), size)]
-        reading = self._start_reading(batches[0]) if batches else {}
+        reading = self._reader.start(batches[0]) if batches else []
         for index, batch in enumerate(batches):
-            ready, reading = reading, self._start_reading(batches[index + 1]) if index + 1 < len(batches) else {}
-            rows = [self._rows(entry, ready[entry.name], cache.pool) for entry in batch]
+            reads, reading = reading, self._reader.start(batches[index + 1]) if index + 1 < len(batches) else []
+            rows = [self._rows(read, cache.pool) for read in reads]
             found = [
                 (page, entry, values)
                 for page, entry, values in zip(pages[index * size :].tolist(), batch, rows, strict=False)
@@ -202,40 +192,19 @@ class Store:
                 targets, contents = [page for page, *_ in found], [values for *_, values in found]
                 cache = dataclasses.replace(cache, pool=write_pages(cache.pool, targets, contents, size))
             for page, entry, _ in found:
+                cache, owner = open_namespace(cache, self._owners[entry.record.owner].key)
                 self._pages.join(cache, entry, page, owner)
             add_hints(cache, [(page, entry.record) for page, entry, _ in found])
         return cache
 
-    def _start_reading(self, entries: list[Entry]) -> dict[str, Any]:
-        """For each page its rows, where host memory has them, or else a future of its object."""
-        started: dict[str, Any] = {}
-        for entry in entries:
-            rows = self._host.get(entry.name)
-            if rows is None:
-                rows = self._writer.pending_rows(entry.name)
-            started[entry.name] = self._backend.start_read(self._place(entry).rows_key) if rows is None else rows
-        return started
-
-    def _rows(self, entry: Entry, source: Any, pool: Any) -> Mapping[str, np.ndarray] | None:
+    def _rows(self, read: Read, pool: Any) -> Mapping[str, np.ndarray] | None:
         """The checked rows of a page; None, with a reason counted and the page struck off, where they are not."""
-        if isinstance(source, Mapping):
-            self.metrics.host_hits += 1
-            return source
         try:
-            data = self._backend.finish_read(source)
-            if data is None:
-                raise StoredObjectError("missing", f"no rows under the name {entry.name}")
-            rows = decode_rows(data, entry.name, entry.record.owner)
-            if not fits_pool(pool, rows, entry.record.fill):
-                raise StoredObjectError("format", f"rows of {entry.name} are not those of this pool")
+            return self._reader.rows(read, pool)
         except StoredObjectError as error:
             self.metrics.miss(error.reason)
-            self._strike(entry)
+            self._strike(read.entry)
             return None
-        self.metrics.stored_hits += 1
-        self.metrics.bytes_read += len(data)
-        self._host.put(entry.name, rows)
-        return rows
 
     # Writing behind a request
 

@@ -67,7 +67,9 @@ class Backend:
 
     def start_read(self, key: str) -> Any:
         """Starts reading an object, for ``finish_read``."""
-        return self._kv.read(key)
+        future = self._kv.read(key)
+        future.force()
+        return future
 
     def finish_read(self, future: Any) -> bytes | None:
         """The object, or None where there is none.
@@ -134,7 +136,7 @@ class HostTier:
     """The rows of the most recently used pages in host memory, up to ``capacity`` bytes. Safe across threads."""
 
     def __init__(self, capacity: int):
-        self._capacity = capacity
+        self.capacity = capacity
         self._pages: OrderedDict[str, Mapping[str, np.ndarray]] = OrderedDict()
         self._lock = threading.Lock()
         self.nbytes = 0
@@ -150,12 +152,12 @@ class HostTier:
         """Keeps the rows of a page, at the expense of those unused for longest."""
         self.drop(name)
         size = _nbytes(rows)
-        if size > self._capacity:
+        if size > self.capacity:
             return
         with self._lock:
             self._pages[name] = rows
             self.nbytes += size
-            while self.nbytes > self._capacity:
+            while self.nbytes > self.capacity:
                 _, oldest = self._pages.popitem(last=False)
                 self.nbytes -= _nbytes(oldest)
 

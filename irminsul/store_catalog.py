@@ -148,6 +148,7 @@ class Catalog:
             fill = other.fill
             if (
                 name != entry.name
+                and other.owner == record.owner  # a reader's page may hang beside the published one it was copied from
                 and fill <= record.fill
                 and (other.parent_end, other.base_position) == (record.parent_end, record.base_position)
                 and not self._children.get(name)

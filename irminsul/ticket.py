@@ -28,8 +28,9 @@ class Ticket:
       step_logits: the ``[V]`` logits each of them was drawn from, if the batcher keeps them.
       bins, bin_of_token: of the prompt's tokens (``plan.BINS``), once it is planned.
       request: the clock of the step that planned it, by which ``Batcher.forget`` knows it; -1 before.
-      timings: milliseconds of ``load_ms`` (pages from the store) and ``plan_ms``; since ``submit`` ``queue_ms`` (until
-        it was first in line), ``ttft_ms`` (until the first token was known) and ``total_ms``.
+      timings: milliseconds of ``load_ms`` (in the store: finding out what to read, and handing it to the pool) and
+        ``plan_ms``; since ``submit`` ``queue_ms`` (until it was first in line), ``ttft_ms`` (until the first token was
+        known) and ``total_ms``.
     """
 
     prompt: Int32[np.ndarray, " T"]
@@ -60,6 +61,10 @@ class Ticket:
     def mark(self, event: str) -> None:
         """Notes the time since ``submit``."""
         self.timings[event] = 1e3 * (time.perf_counter() - self.submitted)
+
+    def spend(self, what: str, since: float) -> None:
+        """Adds the time since a moment of ``time.perf_counter``."""
+        self.timings[what] = self.timings.get(what, 0.0) + 1e3 * (time.perf_counter() - since)
 
     def end(self, status: Status, error: str = "") -> None:
         """Notes how it ended."""

@@ -4,12 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from irminsul.blocks import Mode
 from irminsul.cache import CacheConfig, ContentCache
-from irminsul.cache_key import request_key
 from irminsul.forget import Forgotten, forget, require_forgettable
 from irminsul.policies import Policy
 from irminsul.prefill import Request, complete
+from irminsul.sources import sources_of
 from irminsul.store import Store
 
 
@@ -34,16 +33,14 @@ def load_ahead(
     tokens: np.ndarray,
     policy: Policy,
     *,
-    namespace: str,
-    adapter: str,
-    mode: Mode,
-    new_tokens: int,
+    new_tokens: int = 0,
+    **who: Any,
 ) -> ContentCache:
-    """Brings what the store holds of a prompt into the pool, ahead of ``prefill``."""
+    """Brings what the store holds of a prompt into the pool, ahead of ``prefill``; ``who`` are the fields of
+    ``sources.sources_of``."""
     if store is None:
         return cache
-    key = request_key(cache, model, namespace, adapter, policy.bitwise, mode)
-    return store.load(cache, key, tokens, policy, new_tokens)
+    return store.load(cache, sources_of(cache, model, policy, **who), tokens, policy, new_tokens)
 
 
 def end_request(

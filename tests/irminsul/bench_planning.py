@@ -17,13 +17,13 @@ import numpy as np
 from absl import app, flags
 
 from irminsul.cache import CacheConfig, ContentCache
+from irminsul.cache_key import request_key
 from irminsul.chunking import Boundaries, ChunkingConfig, boundaries, rolling_hashes
 from irminsul.content import read_content
 from irminsul.engine import Engine
 from irminsul.fingerprint import chain_fingerprints, key_bytes, key_seed, range_fingerprints
 from irminsul.plan import plan_prompt
 from irminsul.policies import get_policy
-from irminsul.prefill import request_key
 from tests.baselines.fastcdc import fastcdc_ends, gear_table
 from tests.baselines.radix_tree import RadixTree
 

@@ -7,6 +7,7 @@ from irminsul.cache import ContentCache
 from irminsul.cache_key import request_key
 from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill
+from irminsul.sources import Sources
 from irminsul.store import Store
 from tests.irminsul.serving import Served, outputs
 
@@ -21,7 +22,7 @@ def serve_stored(model, store: Store, cache: ContentCache, tokens, policy="irmin
     policy = get_policy(policy)
     namespace, adapter = options.get("namespace", "default"), options.get("adapter", "")
     key = request_key(cache, model, namespace, adapter, policy.bitwise)
-    cache = store.load(cache, key, tokens, policy)
+    cache = store.load(cache, Sources(key), tokens, policy)
     result = prefill(model, cache, tokens, policy, mode="deterministic", keep_hidden=True, **options)
     cache = complete(result.cache, result.request)
     store.keep(cache, result.request)

@@ -1,5 +1,7 @@
 """What a server asks of a batch beyond answers: tiers below it, isolated rows, hooks, forgetting, early sharing."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from irminsul.engine import Engine
 from irminsul.policies import get_policy
 from irminsul.rope import check_rotation
 from irminsul.store import Store
+from irminsul.store_backend import Backend
 from tests.irminsul.conftest import SMALL_CHUNKS
 from tests.irminsul.serving import random_tokens
 from tests.irminsul.storing import keys_of, memory_store
@@ -83,6 +86,64 @@ def test_rows_outlive_the_batch_in_its_store(batcher, model):
         new = again.submit(PROMPT, namespace="c")
         again.run()
         assert again.tickets[new].bins["exact"] + again.tickets[new].bins["shifted"] == 0
+
+
+class Late:
+    """A read that is not done before ``gate`` says so."""
+
+    def __init__(self, future, gate):
+        self.future, self.gate = future, gate
+
+    def done(self):
+        return self.gate.is_set() and self.future.done()
+
+    def exception(self):
+        self.gate.wait(60)
+        return self.future.exception()
+
+    def result(self):
+        self.gate.wait(60)
+        return self.future.result()
+
+
+def test_a_slow_store_reads_for_those_in_line_while_others_decode(batcher, model, monkeypatch):
+    """Once for all who wait for a page; who leaves the line or is forgotten leaves no read behind."""
+    kv, gate, reads, start_read = memory_store(), threading.Event(), [], Backend.start_read
+    turn = np.concatenate([PROMPT, random_tokens(4, 17)])
+    with Store(kv, model, CONFIG) as store:
+        first = batcher(store=store)
+        stored = first.submit(PROMPT, max_new_tokens=1)
+        first.run()
+    again = batcher(store=Store(kv, model, CONFIG, write=False))
+
+    def slow(self, key):
+        future = start_read(self, key)
+        if "/rows/" not in key:
+            return future
+        reads.append(key)
+        return Late(future, gate)
+
+    monkeypatch.setattr(Backend, "start_read", slow)
+    with again.store:
+        busy = again.submit(random_tokens(5, 50), namespace="a", max_new_tokens=11)
+        step_until(again, busy, "running")
+        waiting = [again.submit(prompt, max_new_tokens=1) for prompt in (PROMPT, turn, PROMPT)]
+        for _ in range(6):
+            again.step()
+        assert [again.tickets[number].status for number in waiting] == ["queued"] * 3
+        assert len(again.tickets[busy].tokens) == 6  # one a step, as if nobody waited
+        assert len(reads) == len(set(reads)) == len(keys_of(kv, "rows")) > 20
+        again.cancel(waiting[2])
+        gate.set()
+        again.step()
+        assert again.tickets[waiting[0]].status != "queued"
+        again.run()
+        assert len(reads) == len(keys_of(kv, "rows")) == again.store.metrics.stored_hits
+        for number in waiting[:2]:
+            assert again.tickets[number].bins["exact"] >= len(PROMPT) - 1
+            assert again.tickets[number].timings["load_ms"] > 0
+        np.testing.assert_array_equal(again.tickets[waiting[0]].step_logits, first.tickets[stored].step_logits)
+        assert not again.line.reading
 
 
 def test_what_an_answer_led_to_is_forgotten_in_the_store(batcher, model):

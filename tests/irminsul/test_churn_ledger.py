@@ -14,9 +14,9 @@ from experiments.churn_session import Churn
 from experiments.configs.churn import get_config
 from experiments.errors import InputError
 from irminsul import plan
+from irminsul.cache_key import request_key
 from irminsul.content import read_content
 from irminsul.page_tree import FREE, walk_left
-from irminsul.prefill import request_key
 
 PAGES = 97
 WARM_UP = 12

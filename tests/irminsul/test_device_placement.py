@@ -9,6 +9,7 @@ import pytest
 
 from irminsul import device_placement
 from irminsul.cache import CacheConfig, open_namespace
+from irminsul.cache_key import request_key
 from irminsul.content import read_content
 from irminsul.device_cache import to_device
 from irminsul.device_plan import DeviceContent, DevicePlan
@@ -17,7 +18,6 @@ from irminsul.engine import Engine
 from irminsul.placement import assign, place
 from irminsul.plan import plan_prompt
 from irminsul.policies import get_policy
-from irminsul.prefill import request_key
 from tests.irminsul.test_device_turn import CAPACITY, LAYOUT, SHORT_REUSE, random_session
 
 CONFIG = CacheConfig(num_pages=211, **LAYOUT)

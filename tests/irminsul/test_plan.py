@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from irminsul.cache import CacheConfig, new_cache
+from irminsul.cache_key import request_key
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.content import extend_content, read_content
@@ -16,7 +17,7 @@ from irminsul.fingerprint import key_bytes
 from irminsul.page_tree import NONE, ORPHAN, ROOT
 from irminsul.plan import EXACT, LAST, NEW, SHIFTED, SHORT, plan_prompt
 from irminsul.policies import POLICIES, get_policy
-from irminsul.prefill import complete, prefill, request_key
+from irminsul.prefill import complete, prefill
 from models import families
 from tests.irminsul.conftest import SMALL_CHUNKS, TINY_MLA
 from tests.irminsul.serving import edits, prompts, random_tokens
@@ -291,7 +292,7 @@ def test_law_11_others_never_hit(config, monkeypatch, other, constant_hash):
     shifted = np.concatenate([random_tokens(1, 41), tokens])
     owner = {"model": WEIGHTS, "namespace": "ada", "config": {}}
     cache = new_cache(config)
-    monkeypatch.setattr("irminsul.prefill.request_key", lambda *_: key_of(config, owner))
+    monkeypatch.setattr("irminsul.sources.request_key", lambda *_: key_of(config, owner))
     result = prefill(None, cache, tokens)
     cache = complete(result.cache, result.request)
 

@@ -15,6 +15,7 @@ from irminsul.page_tree import FREE
 from irminsul.policies import get_policy
 from irminsul.pool import new_pool
 from irminsul.prefill import complete, prefill
+from irminsul.sources import Sources
 from irminsul.store import Store
 from irminsul.store_backend import Backend, HostTier, StoreLockedError
 from irminsul.store_transfer import gather_pages, page_rows, scatter_pages, start_gather, write_pages
@@ -152,7 +153,7 @@ def skipped(model, config, kv, **key) -> dict[str, int]:
     cache = new_cache(config, model.row_format)
     with Store(kv, model, config, write=False) as store:
         key = request_key(cache, model, key.get("namespace", "default"), key.get("adapter", ""))
-        cache = store.load(cache, key, PROMPT, get_policy("irminsul"))
+        cache = store.load(cache, Sources(key), PROMPT, get_policy("irminsul"))
     assert (cache.tree.namespace == FREE).all()
     assert store.metrics.stored_hits == 0
     return dict(store.metrics.skipped)
@@ -225,7 +226,7 @@ def test_a_page_that_grew_replaces_what_it_grew_from(model, config, empty):
 def test_pages_that_wait_to_be_written_are_served_and_the_queue_is_bounded(model, config, empty, cold, monkeypatch):
     kv, gate, write = memory_store(), threading.Event(), Backend.write
     with Store(kv, model, config, host_bytes=0, batch_pages=4, queued_batches=20) as store:
-        store.load(empty(), request_key(empty(), model, "default", ""), PROMPT, get_policy("irminsul"))
+        store.load(empty(), Sources(request_key(empty(), model, "default", "")), PROMPT, get_policy("irminsul"))
         monkeypatch.setattr(Backend, "write", lambda *args: (gate.wait(), write(*args))[1])
         serve_stored(model, store, empty(), PROMPT)
         assert not keys_of(kv, "index")
@@ -238,7 +239,9 @@ def test_pages_that_wait_to_be_written_are_served_and_the_queue_is_bounded(model
     gate.clear()
     with Store(memory_store(), None, config, batch_pages=4, queued_batches=2) as store:
         gate.set()  # of the owner
-        store.load(new_cache(config), request_key(new_cache(config), None, "default", ""), PROMPT, get_policy("full"))
+        store.load(
+            new_cache(config), Sources(request_key(new_cache(config), None, "default", "")), PROMPT, get_policy("full")
+        )
         gate.clear()
         result = prefill(None, new_cache(config), PROMPT)
         cache = complete(result.cache, result.request)
@@ -330,7 +333,7 @@ def test_rows_of_every_kind_come_back_bit_for_bit(model, config, dtype):
         store.keep(cache, result.request)
     with Store(kv, None, config, write=False) as store:
         loaded = new_cache(config, model.row_format)
-        loaded = store.load(loaded, request_key(loaded, None, "default", ""), tokens, policy)
+        loaded = store.load(loaded, Sources(request_key(loaded, None, "default", "")), tokens, policy)
     arrays = {name for name, array in vars(loaded.pool).items() if array is not None}
     assert arrays >= {"latent_pages", "rope_pages", "dependence"}
     assert ("latent_scale" in arrays) == (dtype in ("float8_e4m3fn", "int8"))
@@ -349,7 +352,7 @@ def test_only_what_would_be_served_is_loaded(model, config, empty, kept):
     with Store(kept, model, config, write=False) as store:
         for policy in ("full", "irminsul"):
             key = request_key(empty(), model, "default", "", get_policy(policy).bitwise)
-            loaded = store.load(empty(), key, moved, get_policy(policy))
+            loaded = store.load(empty(), Sources(key), moved, get_policy(policy))
             assert (loaded.tree.namespace >= 0).any() == (policy == "irminsul")
 
 
@@ -362,7 +365,7 @@ def test_pinned_pages_stay_and_what_the_pool_serves_stays_in_the_catalog(model, 
         for seed, cache in ((0, 0), (1, 1), (0, 0), (2, 1)):
             tokens = random_tokens(seed, 401)
             key = request_key(caches[cache], None, "default", "")
-            caches[cache] = store.load(caches[cache], key, tokens, get_policy("irminsul"))
+            caches[cache] = store.load(caches[cache], Sources(key), tokens, get_policy("irminsul"))
             result = prefill(None, caches[cache], tokens)
             caches[cache] = complete(result.cache, result.request)
             store.keep(caches[cache], result.request)
@@ -370,10 +373,10 @@ def test_pinned_pages_stay_and_what_the_pool_serves_stays_in_the_catalog(model, 
         caches[1].tree.pinned[held] = True
         fresh = new_cache(config)
         for seed in (0, 2):
-            loaded = store.load(fresh, key, random_tokens(seed, 401), get_policy("irminsul"))
+            loaded = store.load(fresh, Sources(key), random_tokens(seed, 401), get_policy("irminsul"))
             fresh = loaded
             assert (loaded.tree.namespace >= 0).sum() > 30
         before = caches[1].tree.serial.copy()
-        pinned = store.load(caches[1], key, random_tokens(0, 401), get_policy("irminsul"))
+        pinned = store.load(caches[1], Sources(key), random_tokens(0, 401), get_policy("irminsul"))
         np.testing.assert_array_equal(pinned.tree.serial[held], before[held])
         assert store.metrics.misses["room"] > 20

@@ -8,8 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+from irminsul import publish
 from irminsul.cache import CacheConfig
+from irminsul.chunking import boundaries
 from irminsul.engine import Engine
+from irminsul.policies import get_policy
 from irminsul.store import Store
 from models import families
 from tests.irminsul.conftest import SMALL_CHUNKS, TINY_MLA
@@ -18,6 +21,7 @@ from tests.irminsul.storing import keys_of, memory_store
 
 CONFIG = CacheConfig(num_pages=61, page_size=13, max_prompt_tokens=409, max_new_tokens=19, chunking=SMALL_CHUNKS)
 PROMPT = random_tokens(0, 301)
+ISOLATED = get_policy("irminsul", provenance="isolated", min_reuse=16, sink_tokens=8)
 FIRST = """
 import sys, time
 import numpy as np
@@ -123,6 +127,75 @@ def test_forgetting_reaches_the_store(model):
         assert response.bins["exact"] <= 80
         assert restarted.serve(PROMPT[:200], namespace="other").bins["exact"] == 199
         np.testing.assert_array_equal(response.logits, engine_with(model, None, "full").serve(told).logits)
+
+
+def test_isolated_chunks_outlive_the_process(model, monkeypatch):
+    """For their tenant they are not computed again, and answers have the same bits; for another they are."""
+    kv, computed, prefill = memory_store(), [], publish.prefill
+    monkeypatch.setattr(publish, "prefill", lambda *args, **who: computed.append(args[2]) or prefill(*args, **who))
+    moved = np.concatenate([random_tokens(2, 31), PROMPT[40:250]])
+    expected, chunks = engine_with(model, None, ISOLATED).serve(moved), len(computed)
+    first = engine_with(model, Store(kv, model, CONFIG), ISOLATED)
+    with first.store:
+        first.serve(np.concatenate([random_tokens(5, 17), PROMPT]))
+    restarted = engine_with(model, Store(kv, model, CONFIG, write=False), ISOLATED)
+    with restarted.store:
+        for namespace, least, most in (("default", 0, 2), ("stranger", chunks, chunks)):  # 2: at the ends of what moved
+            computed.clear()
+            response = restarted.serve(moved, namespace=namespace)
+            assert least <= len(computed) <= most < chunks + 1
+            assert response.bins == expected.bins
+            assert response.bins["shifted"] > 64
+            np.testing.assert_array_equal(response.logits, expected.logits)
+        assert restarted.store.metrics.stored_hits > 0
+        assert not restarted.store.metrics.skipped
+
+
+def test_forgetting_finds_what_lies_across_stored_isolated_chunks(model, monkeypatch):
+    """By a process that knows all of it from the store alone; chunks that hold no part of it stay."""
+    kv, computed, prefill = memory_store(), [], publish.prefill
+    monkeypatch.setattr(publish, "prefill", lambda *args, **who: computed.append(args[2]) or prefill(*args, **who))
+    with (first := engine_with(model, Store(kv, model, CONFIG), ISOLATED)).store:
+        bins = first.serve(PROMPT).bin_of_token
+    chunks = [sequence[8:] for sequence in computed]
+    ends = boundaries(PROMPT, SMALL_CHUNKS).chunk_ends
+    seam = next(int(end) for end in ends if (bins[end - 9 : end + 9] == bins[end]).all() and bins[end] == 1)
+    secret = PROMPT[seam - 3 : seam + 3]
+    for what, gone in ((random_tokens(9, 6), 0), (secret, 2)):
+        with (restarted := engine_with(model, Store(kv, model, CONFIG), ISOLATED)).store:
+            stored = len(keys_of(kv, "rows"))
+            restarted.forget(what)
+            assert (len(keys_of(kv, "rows")) < stored) == bool(gone)
+            computed.clear()
+            restarted.serve(PROMPT)
+            assert len(computed) == gone < len(chunks)
+
+
+def test_published_rows_outlive_the_process_for_those_who_ask(model):
+    """And what a tenant computed behind them is exact again with them, and only with them."""
+    kv, context, text = memory_store(), PROMPT[:60], PROMPT[60:200]
+    handbook, bob = PROMPT[:200], {"namespace": "bob", "shared": ("handbook",)}
+    turns = [np.concatenate([handbook, random_tokens(seed, 40)]) for seed in (5, 6)]
+    full = engine_with(model, None, "full").serve(turns[0])
+    with (first := engine_with(model, Store(kv, model, CONFIG))).store:
+        first.publish(context, [text], namespace="handbook")
+    for length in (len(handbook), len(turns[0]) - 1):
+        with (restarted := engine_with(model, Store(kv, model, CONFIG))).store:
+            response = restarted.serve(turns[0], **bob)
+            assert response.bins["exact"] == length
+            np.testing.assert_array_equal(response.logits, full.logits)
+    with (restarted := engine_with(model, Store(kv, model, CONFIG))).store:
+        unasked = restarted.serve(turns[1], namespace="bob")
+        assert unasked.bins["exact"] + unasked.bins["shifted"] == 0
+        assert not restarted.store.metrics.skipped
+    with (restarted := engine_with(model, Store(kv, model, CONFIG))).store:
+        restarted.forget(context[20:30], namespace="bob")  # what he computed behind it; the handbook is not his
+        assert restarted.serve(turns[0], **bob).bins["exact"] == len(handbook)
+    with (restarted := engine_with(model, Store(kv, model, CONFIG))).store:
+        restarted.forget(context[20:30], namespace="handbook")
+        response = restarted.serve(turns[0], **bob)
+        assert response.bins["exact"] <= 20
+        assert response.bins["shifted"] == 0
 
 
 def test_a_store_of_another_cache_is_refused_by_name(model):

@@ -15,6 +15,7 @@ from irminsul.cache_key import request_key
 from irminsul.page_tree import FREE
 from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill
+from irminsul.sources import Sources
 from irminsul.store import Store
 from irminsul.store_backend import Backend, StoreWriteError
 from irminsul.store_record import StoredObjectError
@@ -113,7 +114,7 @@ def test_a_store_that_cannot_be_read_or_written_costs_hits_and_nothing_else(
 
     kv = memory_store()
     with Store(kv, model, config) as store:
-        store.load(empty(), request_key(empty(), model, "default", ""), PROMPT, get_policy("irminsul"))
+        store.load(empty(), Sources(request_key(empty(), model, "default", "")), PROMPT, get_policy("irminsul"))
         with monkeypatch.context() as patched:
             patched.setattr(Backend, "write", refuse)
             served = serve_stored(model, store, empty(), PROMPT)
@@ -234,7 +235,9 @@ def test_a_process_killed_while_it_writes_leaves_a_readable_store(tmp_path):
             exact = 0
             for document in range(100 * attempt, 100 * attempt + 5):
                 tokens, cache = random_tokens(document, 200), new_cache(CONFIG, ROWS)
-                cache = store.load(cache, request_key(cache, None, "default", ""), tokens, get_policy("irminsul"))
+                cache = store.load(
+                    cache, Sources(request_key(cache, None, "default", "")), tokens, get_policy("irminsul")
+                )
                 for page in np.flatnonzero(cache.tree.namespace != FREE).tolist():
                     fill = int(cache.tree.fill[page])
                     rows = page_rows(start_gather(cache.pool, [page], 3), 0, fill)

@@ -15,6 +15,7 @@ from irminsul.page_tree import FREE
 from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill
 from irminsul.publish import publish
+from irminsul.sources import Sources
 from irminsul.store import Store
 from irminsul.store_backend import Backend, StoreWriteError
 from tests.irminsul.serving import random_tokens
@@ -34,7 +35,7 @@ def serve(config):
     def run(store, tokens, namespace="default", cache=None, policy="irminsul", generated=None):
         policy = get_policy(policy)
         cache = new_cache(config) if cache is None else cache
-        cache = store.load(cache, request_key(cache, None, namespace, "", policy.bitwise), tokens, policy)
+        cache = store.load(cache, Sources(request_key(cache, None, namespace, "", policy.bitwise)), tokens, policy)
         extra = 0 if generated is None else len(generated)
         result = prefill(None, cache, tokens, policy, namespace=namespace, new_tokens=extra)
         cache = complete(result.cache, result.request, generated)
@@ -160,7 +161,7 @@ def test_what_cannot_be_examined_is_gone_and_other_tenants_are_not(config, serve
     assert exact(config, serve, told, TOLD, policy="prefix") <= len(HEAD)
     with Store(told, None, other_format, write=False) as store:
         cache = new_cache(other_format)
-        cache = store.load(cache, request_key(cache, None, "default", ""), TOLD, get_policy("irminsul"))
+        cache = store.load(cache, Sources(request_key(cache, None, "default", "")), TOLD, get_policy("irminsul"))
         assert (cache.tree.namespace == FREE).all()
     with Store(told, None, config) as store:
         store.forget(SECRET, namespace="bob")
@@ -221,6 +222,6 @@ def test_rows_computed_from_published_ones_are_forgotten_with_them(config):
     assert not holds(kv, SECRET)
     with Store(kv, None, config) as store:
         cache = new_cache(config)
-        cache = store.load(cache, request_key(cache, None, "ann", ""), OTHER, policy)
+        cache = store.load(cache, Sources(request_key(cache, None, "ann", "")), OTHER, policy)
         assert prefill(None, cache, OTHER, policy, namespace="ann").request.plan.bins["exact"] == len(OTHER) - 1
         assert store.forget(OTHER[:9], namespace="ann").unknown_rows == 0
