@@ -8,6 +8,7 @@ takes (net). Without a counter the same rows hold what a model of operations and
 import gc
 import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from experiments import energy_plots, report
+from experiments import energy_parts, energy_plots, report
 from experiments.energy_meter import Meter, Reading, meter, modelled
 from experiments.energy_subjects import RECURRENT, SCENARIOS, SHAPES, Scenario, Subject, Unfit, create
 from experiments.errors import InputError
@@ -25,26 +26,44 @@ from irminsul.compilation import count_compilations
 
 QUICK = {"dtype": "float32", "cached": 256, "fresh": 64, "batch": 2, "other_cached": "128", "other_batches": "1"}
 QUICK |= {"seconds": 0.0, "repeats": 1, "pool_gigabytes": 0.003}
+PARTS = "A process a model, alone on its GPU: `irminsul run energy --config.models=NAME --out=PARTS/NAME` each."
 BRIEF: tuple[Scenario, ...] = ("miss", "exact", "shifted")
 
 
 def run(config: ConfigDict, out: Path) -> report.StudyResult:
-    """Measures every model of ``config.models`` in turn.
+    """Measures every model of ``config.models`` in turn, or puts together what ``config.parts`` holds of them.
 
     Raises:
-      InputError: for a model that is not known, or settings that leave nothing to measure.
+      InputError: for a model that is not known, parts that do not fit together, or settings that leave nothing to
+        measure.
     """
     settings = {**config.to_dict(), **(QUICK if config.quick else {})}
     names = listed(config.models)
     unknown = [name for name in names if name not in SHAPES]
     if unknown or not names:
         raise InputError(f"models={config.models!r}: {unknown} unknown; choose among {','.join(SHAPES)}")
-    counter, started = meter(), time.perf_counter()
+    if config.parts:
+        rows, environment = energy_parts.gather(Path(config.parts), config.to_dict())
+        rows = [row for name in names for row in rows if row["model"] == name]
+        left_out = {name: "in no part" for name in names if not any(row["model"] == name for row in rows)}
+        measured = all(row.get("source", "nvml") == "nvml" for row in rows)
+        result = _result(config, settings, rows, left_out, out, measured=measured)
+        return {**result, "environment": environment}
+    counter = meter()
+    rows, left_out = _measure(names, counter, settings)
+    return _result(config, settings, rows, left_out, out, measured=counter is not None)
+
+
+def _measure(
+    names: Sequence[str], counter: Meter | None, settings: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows of every model that fits and is begun in time, and why the others are left out."""
+    started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for name in names:
-        if time.perf_counter() - started > 60 * config.minutes:
-            left_out[name] = f"not begun within minutes={config.minutes:g}"
+        if time.perf_counter() - started > 60 * settings["minutes"]:
+            left_out[name] = f"not begun within minutes={settings['minutes']:g}"
             continue
         try:
             rows += _model_rows(name, counter, settings)
@@ -52,12 +71,24 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
             left_out[name] = str(error).split("\n")[0][:200]
         print(*(_line(row) for row in rows if row["model"] == name), left_out.get(name, ""), sep="\n", flush=True)
         gc.collect()
+    return rows, left_out
+
+
+def _result(
+    config: ConfigDict,
+    settings: dict[str, Any],
+    rows: list[dict[str, Any]],
+    left_out: dict[str, str],
+    out: Path,
+    *,
+    measured: bool,
+) -> report.StudyResult:
     summary = _summary(rows, settings)
     if not summary:
         raise InputError(f"models={config.models!r}: none could be measured: {left_out}")
-    title = _title(summary, settings, measured=counter is not None)
+    title = _title(summary, settings, measured=measured)
     energy_plots.plot_saved(rows, settings["cached"], settings["batch"], title, out / "saved.png")
-    source = "NVML total-energy counter" if counter else "a MODEL of operations and bytes, nothing measured"
+    source = "NVML total-energy counter" if measured else "a MODEL of operations and bytes, nothing measured"
     return {
         "title": title,
         "summary": summary,
@@ -68,6 +99,7 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
             "other where the cache is this project's, and at once where the model is recurrent.",
             "Recurrent layers keep no row of a token, so nothing of a moved text can be served: Mamba2 computes it as "
             "a miss. A hybrid is given the rows of its attention layers for free and still runs every token.",
+            *([PARTS] if config.parts else []),
             *(f"Left out: {name}, {reason}." for name, reason in left_out.items()),
         ],
         "tables": [_table(rows)],

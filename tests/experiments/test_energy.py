@@ -43,6 +43,24 @@ def test_every_row_is_a_figure_or_says_why_not(result):
     assert 320 / 192 < longer / shorter < 2 * 320 / 192  # a little more than tokens: attention grows with length
 
 
+def test_results_of_single_models_are_put_together(result, tmp_path):
+    """Figures of the whole, where each part was measured; nothing that was measured otherwise."""
+    for name in ("mla", "mamba2"):
+        part = {**result, "rows": [row for row in result["rows"] if row["model"] == name]}
+        (tmp_path / "parts" / name).mkdir(parents=True)
+        (tmp_path / "parts" / name / "result.json").write_text(json.dumps(part))
+    config = get_config()
+    config.quick, config.models, config.other_batches = True, "mla,mamba2,gdn", ""
+    config.parts = str(tmp_path / "parts")
+    whole = energy.run(config, tmp_path)
+    assert whole["summary"] == result["summary"]
+    assert whole["environment"]["parts"]["mla"]["models"] == ["mla"]
+    assert "Left out: gdn, in no part." in whole["notes"]
+    config.fresh = 100
+    with pytest.raises(InputError, match=r"parts=parts: mamba2 was measured with fresh=512, not 100"):
+        energy.run(config, tmp_path)
+
+
 def test_a_counter_is_read_ahead_of_and_behind_each_window(monkeypatch):
     """Five watts idle; each call takes 0.1 s and two joules."""
     clock = {"now": 0.0, "millijoules": 0.0}
