@@ -25,6 +25,7 @@ DEPTH = 64  # of one stage: as wide as the swizzle
 STAGES = 4
 STORED_COLUMNS = 128
 COUNTED_TOKENS = 128  # whose choices are counted in one product
+FEWEST_PROGRAMS = 96  # of a product, to be worth a kernel: a GPU has 132 processors
 FEW_TOKENS = 512  # up to which the expert of all tokens goes along with the routed ones
 
 
@@ -88,7 +89,8 @@ def swiglu(
 ) -> Float[Array, "M D"]:
     """``(silu(x W_gate) * x W_up) W_down`` of one layer's one expert, without laying anything out.
 
-    Tiles behind the last of the ``valid`` tokens are left out; the rows of tokens that are not valid are 0.
+    Tiles behind the last of the ``valid`` tokens are left out; the rows of tokens that are not valid are 0. Where few
+    tokens make too few tiles of the second product, XLA computes it, which splits its depth, too.
 
     Raises:
       NotImplementedError: for widths or dtypes the kernel does not take.
@@ -105,7 +107,12 @@ def swiglu(
     expert = jnp.zeros(x.shape[0] // rows, jnp.int32)
     tiles = Tiles(order, order[:count, None], expert, -(-last // rows), rows)
     multiply = partial(_multiply, tiles, layer, interpret=interpret)
-    return jnp.where(valid[:, None], multiply(multiply(x, (gate, up)), (down,))[:count], 0)
+    inner = multiply(x, (gate, up))
+    if tiles.expert.shape[0] * down.shape[-1] < FEWEST_PROGRAMS * 2 * STORED_COLUMNS:
+        out = jnp.dot(inner, lax.dynamic_index_in_dim(down, layer, keepdims=False)[0])
+    else:
+        out = multiply(inner, (down,))
+    return jnp.where(valid[:, None], out[:count], 0)
 
 
 class Tiles(NamedTuple):
