@@ -36,7 +36,8 @@ SUMMARY = (
     "forgets",
     "corrupt_objects_survived",
 )
-DETAILS = ("tokens", "refused", "batched_requests", "forgets_put_off", "crashes")
+LOADED = tuple(f"{context}_pages_from_tiers" for context in ("private", "published", "isolated"))
+DETAILS = ("tokens", "refused", "batched_requests", "forgets_put_off", *LOADED, "crashes")
 STORAGES = ("base", "unrotated")
 # One thread a worker; workers are many, and what they compute is small.
 SINGLE_THREAD = {
@@ -116,8 +117,8 @@ def run_leg(worker: Worker, length: int) -> dict[str, Any]:
         churn.ledger.notes.append(
             f"crash in operation {churn.operation} of seed {worker.seed}:\n```\n{traceback.format_exc()}```"
         )
-    kinds = {"wrong_rows": "wrong", "leaked_rows": "leaked", "lost_pages": "lost", "evictions": "evictions"}
-    found = {name: churn.ledger.counts[kind] for name, kind in kinds.items()}
+    kinds = {"wrong_rows": "wrong", "leaked_rows": "leaked", "lost_pages": "lost"}
+    found = {name: churn.ledger.counts[kinds.get(name, name)] for name in (*kinds, "evictions", *LOADED)}
     counts = Counter(churn.counts)
     names = (*SUMMARY, *OPERATIONS, *DETAILS)
     return {name: counts[name] for name in names} | found | {"operations": churn.operation, "notes": churn.ledger.notes}

@@ -16,6 +16,8 @@ from irminsul.cache import ContentCache
 from irminsul.page_tree import FREE, PageTree
 from irminsul.plan import EXACT, REPAIR, SHIFTED
 from irminsul.prefill import PrefillResult, Request
+from irminsul.store_owner import KEY_FIELDS
+from irminsul.store_record import read_key
 
 ROUNDING = 2e-4  # of float32 programs against float64, for rows and logits of size about 1
 KEPT_NOTES = 20
@@ -27,6 +29,7 @@ FORGOTTEN = np.uint64(1 << 63)
 FRAGMENT = np.uint64(1 << 62)
 SURELY, PERHAPS = range(2)  # which secrets had a part in a row
 ARCHIVED_PAGES = 8192
+CONTEXT = KEY_FIELDS.index("context")
 
 
 class Archived(NamedTuple):
@@ -314,6 +317,7 @@ class Ledger:
             if not same:
                 self.violation("wrong", f"page {page} came from a tier and is none that went there", fill)
             self._note_page(page, tree, key, rows)
+            self.counts[f"{read_key(key)[CONTEXT]}_pages_from_tiers"] += 1
             if same:
                 self.pure[page, :fill], self.bitwise[page] = same[-1].pure, same[-1].bitwise
                 # Which of the equal pages it is that came back, only the tier knows.
