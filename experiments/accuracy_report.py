@@ -127,7 +127,7 @@ def summarise(cells: list[dict[str, Any]]) -> dict[str, float]:
     models = list(dict.fromkeys(cell["model"] for cell in cells))
     summary: dict[str, float] = {}
     for cell in cells:
-        suffix = f"{cell['task']}_{_word(cell['policy'])}"
+        suffix = f"{cell['task']}_{word(cell['policy'])}"
         if len(models) > 1:
             suffix += f"_{cell['model'].removeprefix('irminsul-mini-')}"
         summary[f"kl_{suffix}"] = cell["kl"]
@@ -137,7 +137,8 @@ def summarise(cells: list[dict[str, Any]]) -> dict[str, float]:
     return summary | _headline_figures([cell for cell in cells if cell["model"] == models[0]])
 
 
-def _word(policy: str) -> str:
+def word(policy: str) -> str:
+    """A policy's name in names of figures."""
     for mark in "+-:.":
         policy = policy.replace(mark, "_")
     return policy

@@ -152,13 +152,14 @@ def fit(chosen: Subject, count: int) -> tuple[float, ...]:
     """
     with jax.default_matmul_precision("highest"):
         found = [
-            readings(chosen.model, _stream(chosen, text), chosen.bos, count, seed) for seed, text in enumerate(TEXTS)
+            readings(chosen.model, stream(chosen, text), chosen.bos, count, seed) for seed, text in enumerate(TEXTS)
         ]
     shares, distances = (np.concatenate(part) for part in zip(*found, strict=True))
     return fitted_weights(shares, distances)
 
 
-def _stream(chosen: Subject, text: str) -> Int32[np.ndarray, " N"]:
+def stream(chosen: Subject, text: str) -> Int32[np.ndarray, " N"]:
+    """Tokens of a text, as many as are drawn from."""
     parts, total = [], 0
     for document in documents(text)[0]:
         parts.append(chosen.encode(document).astype(np.int32))
