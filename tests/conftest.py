@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 _CHECKED = ("irminsul", "models", "pallas_kernels")
@@ -39,3 +40,15 @@ install_import_hook(_CHECKED, "beartype.beartype")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+# Packages whose tests compile much and compute little. The cache's laws are tested on the code that its users run.
+_COMPILE_MUCH = ("tests/models/", "tests/pallas_kernels/")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _plain_code(request):
+    """Leaves out the compiler's optimisation of machine code for the tests of some packages: nearly half their time."""
+    plain = jax.default_backend() == "cpu" and request.node.nodeid.startswith(_COMPILE_MUCH)
+    jax.config.update("jax_disable_most_optimizations", plain)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
