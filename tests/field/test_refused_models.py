@@ -37,7 +37,7 @@ def test_deepseek_models_are_served_shifted_and_never_crash(fields):
         ("qwen3_next", "some of its layers keep a recurrent state"),
     ],
 )
-def test_models_with_indexers_aggregates_or_recurrent_state_are_refused_by_name(model_type, reason):
+def test_models_with_aggregated_or_recurrent_state_are_refused_by_name(model_type, reason):
     """No silence of zero hits: the refusal says which model, why, and what to do instead."""
     families.read_config(TINY_MLA)
     with pytest.raises(ValueError, match=r"\A[^\n]*\Z") as caught:
