@@ -114,7 +114,7 @@ class TestChurn(ChurnMachine.TestCase):
 
 
 def test_interleaved_sessions_in_namespaces_of_their_own_equal_the_same_sessions_alone():
-    """Ten agents behind one engine, ten turns each in random order, with room for all: bins, logits and tokens are
+    """Ten agents behind one engine, five turns each in random order, with room for all: bins, logits and tokens are
     those each agent gets from an engine of its own."""
     model = families.random_model(MODEL, seed=0)
     config = CacheConfig(num_pages=1009, page_size=11, max_prompt_tokens=251, max_new_tokens=7, chunking=CHUNKING)
