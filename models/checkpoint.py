@@ -43,9 +43,9 @@ def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
 
         return smollm2.load(dtype) if str(name_or_path) == smollm2.NAME else smollm2.load_mla(dtype)
     folder = Path(name_or_path)
-    if not (folder / "config.json").exists() and not (folder / "params.json").exists():
+    if not is_published(folder):
         folder = PRETRAINED / str(name_or_path)
-    if not (folder / "config.json").exists() and not (folder / "params.json").exists():
+    if not is_published(folder):
         names = sorted(path.parent.name for path in PRETRAINED.glob("*/config.json"))
         raise FileNotFoundError(
             f"{str(name_or_path)!r} is neither a folder with config.json nor a checkpoint of this project "
@@ -53,6 +53,12 @@ def load(name_or_path: str | Path, dtype: Any = jnp.bfloat16) -> Model:
         )
     family, config, tensors = read_published(folder)
     return families.model(family, config, read_parameters(family, config, tensors, dtype))
+
+
+def is_published(folder: Path) -> bool:
+    """Whether ``read_published`` finds a config in the folder: Hugging Face's ``config.json`` or Mistral's
+    ``params.json``."""
+    return any((folder / name).exists() for name in ("config.json", "params.json"))
 
 
 def read_published(folder: Path) -> tuple[Family, Any, Mapping[str, Stored]]:

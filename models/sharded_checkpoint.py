@@ -1,12 +1,16 @@
 """Published checkpoints read straight into the parts that devices keep of them.
 
-A parameter of a large model fits no host: the experts of DeepSeek-V3 alone are 1.3 TB. Each device gets empty parts,
-and tensor after tensor is read, cut, and set in place (donated) in the parts it belongs to, so that the host holds one
-at a time. On several hosts each reads what its own devices keep. Layout and checks are those of ``checkpoint.py``.
+A parameter of a large model fits no host: the experts of DeepSeek-V3 alone are 1.3 TB. Devices start from empty parts;
+tensor after tensor is mapped, cut, and set in place (donated) in the parts it belongs to, several at once, together
+never more than the largest takes. A mapped tensor is sent in slabs, so that a host holds even less of it. On several
+hosts each reads what its own devices keep. Layout and checks are those of ``checkpoint.py``.
 """
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from models import families, sharding
-from models.checkpoint import check_tensors, read_published, saved_config
+from models.checkpoint import check_tensors, is_published, read_published, saved_config
 from models.families import Family, Model, Tensor
 from models.safetensors_reader import Stored
+
+READERS = 8  # one thread maps, cuts and sends at a fraction of what a disk and the way to a device carry
+SLAB_BYTES = 32 * 2**20
 
 Progress = Callable[[int, int, float], None]
 """Called with bytes read, bytes in all, and seconds since the start."""
@@ -31,18 +38,18 @@ def load_sharded(
     """A published checkpoint laid over ``mesh``; run it under ``jax.set_mesh(mesh)``.
 
     Args:
-      folder: with ``config.json`` and safetensors.
+      folder: with ``config.json`` (or Mistral's ``params.json``) and safetensors.
       digest: what cached rows are keyed by, the same for the same weights on every machine: the checkpoint's revision,
         or any name that is used for no other. Weights that no host holds are not hashed.
       progress: see ``Progress``.
 
     Raises:
-      FileNotFoundError: if the folder has no ``config.json``.
+      FileNotFoundError: if the folder has no config.
       CheckpointError: for a missing, extra, misshaped or truncated tensor, by name, before any is read.
       ValueError: for a config that is unsupported, or an axis that the mesh does not divide.
     """
     folder = Path(folder)
-    if not (folder / "config.json").exists():
+    if not is_published(folder):
         raise FileNotFoundError(f"{folder} holds no config.json; a checkpoint is a folder with that and safetensors")
     family, config, stored = read_published(folder)
     params = read_sharded(family, config, stored, mesh, dtype, progress)
@@ -63,20 +70,37 @@ def read_sharded(
       As ``load_sharded``.
     """
     check_tensors(family, config, stored)
-    parts = jax.tree.map(
-        _EmptyParts,
-        families.abstract(family, config, dtype),
-        sharding.shardings(family, config, mesh),
-    )
+    parts = jax.tree.map(_Parts, _empty(family, config, mesh, dtype))
     tensors = list(family.tensors(config))
-    total = sum(_nbytes(stored[tensor.name]) for tensor in tensors)
-    done, started = 0, time.perf_counter()
-    for tensor in tensors:
-        _set_tensor(parts, tensor, stored[tensor.name])
-        done += _nbytes(stored[tensor.name])
+    sizes = [_nbytes(stored[tensor.name]) for tensor in tensors]
+    pending: deque[tuple[int, Future[None]]] = deque()
+    done, held, started = 0, 0, time.perf_counter()
+
+    def finish_first() -> int:
+        nonlocal done
+        size, future = pending.popleft()
+        future.result()
+        done += size
         if progress is not None:
-            progress(done, total, time.perf_counter() - started)
+            progress(done, sum(sizes), time.perf_counter() - started)
+        return size
+
+    with ThreadPoolExecutor(READERS) as readers:
+        for tensor, size in zip(tensors, sizes, strict=True):
+            while pending and (held + size > max(sizes) or len(pending) == 2 * READERS):
+                held -= finish_first()
+            pending.append((size, readers.submit(_set_tensor, parts, tensor, stored[tensor.name])))
+            held += size
+        while pending:
+            finish_first()
     return jax.tree.map(lambda leaf: leaf.assembled(), parts)
+
+
+def _empty(family: Family, config: Any, mesh: Mesh, dtype: Any) -> Any:
+    """The parameter tree of zeros, made where it lies."""
+    shapes = families.abstract(family, config, dtype)
+    zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
+    return jax.jit(lambda: zeros(shapes), out_shardings=sharding.shardings(family, config, mesh))()
 
 
 def _nbytes(stored: Stored) -> int:
@@ -91,50 +115,68 @@ def _set_tensor(parts: Any, tensor: Tensor, stored: Stored) -> None:
         leaf.set(index, value)
 
 
-class _EmptyParts:
-    """One parameter being filled: an array on each device of this process, and which slice of the whole it is."""
+class _Parts:
+    """One parameter being filled: what each device of this process keeps, by the slice of the whole that it is."""
 
-    def __init__(self, shape: jax.ShapeDtypeStruct, placed: NamedSharding):
-        self.shape, self.dtype, self.sharding = shape.shape, shape.dtype, placed
-        self.slices = {
-            device: slices
-            for device, slices in placed.addressable_devices_indices_map(shape.shape).items()
-            if slices is not None
-        }
-        self.arrays = {
-            device: jnp.zeros(placed.shard_shape(shape.shape), shape.dtype, device=device) for device in self.slices
-        }
+    def __init__(self, empty: jax.Array):
+        self.shape, self.sharding = empty.shape, empty.sharding
+        self.arrays = {shard.device: shard.data for shard in empty.addressable_shards}
+        self.holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+        for shard in empty.addressable_shards:
+            bounds = tuple(part.indices(length)[:2] for part, length in zip(shard.index, self.shape, strict=True))
+            self.holders.setdefault(bounds, []).append(shard.device)
+        self.lock = threading.Lock()
 
-    def set(self, index: tuple[int, ...], value: np.ndarray) -> None:
+    def set(self, index: tuple[int | slice, ...], value: np.ndarray) -> None:
         """Sets ``whole[index] = value`` in the parts that hold some of it; ``index`` counts layers and experts.
 
         What is sent is in the order of the file; devices turn it, which a host does far below the speed of a disk. Each
-        part is waited for, or the host would hold what is still on its way.
+        slab is waited for, or hosts and devices would hold what is still on its way.
         """
-        for device, slices in self.slices.items():
-            begins = [part.start or 0 for part in slices]
-            lengths = self.arrays[device].shape
-            at = [place - begin for place, begin in zip(index, begins, strict=False)]
-            if any(not 0 <= place < length for place, length in zip(at, lengths, strict=False)):
+        for bounds, devices in self.holders.items():
+            leading = bounds[: len(index)]
+            if any(not begin <= place < end for place, (begin, end) in zip(index, leading, strict=True)):
                 continue
-            own = value[tuple(slices[len(index) :])]
-            stored = np.argsort([-abs(stride) for stride in own.strides], kind="stable")
-            sent = jax.device_put(np.ascontiguousarray(own.transpose(stored)), device)
-            turned = tuple(np.argsort(stored).tolist())
-            self.arrays[device] = _set_at(self.arrays[device], sent, np.asarray(at, np.int32), turned)
-            self.arrays[device].block_until_ready()
+            own = value[tuple(slice(*bound) for bound in bounds[len(index) :])]
+            order = tuple(np.argsort([-abs(stride) for stride in own.strides], kind="stable").tolist())
+            turned = tuple(np.argsort(order).tolist())
+            local = [place - begin for place, (begin, _) in zip(index, leading, strict=True)]
+            for start, slab in _slabs(own, order):
+                at = np.asarray([*local, *start], np.int32)
+                sent = jax.block_until_ready([jax.device_put(slab, device) for device in devices])
+                with self.lock:  # one writer: the part is taken over
+                    written = [
+                        _set_at(self.arrays[device], array, at, turned)
+                        for device, array in zip(devices, sent, strict=True)
+                    ]
+                    self.arrays |= zip(devices, jax.block_until_ready(written), strict=True)
 
     def assembled(self) -> jax.Array:
         """The whole parameter, its parts where they are."""
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, list(self.arrays.values()))
 
 
+def _slabs(value: np.ndarray, order: tuple[int, ...]) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Pieces of ``value`` of at most ``SLAB_BYTES`` along the axis that the file has outermost, each with its start
+    along every axis of ``value``, contiguous in the file's ``order`` of axes."""
+    if not value.ndim:
+        yield [], np.ascontiguousarray(value)
+        return
+    outer, start = order[0], [0] * value.ndim
+    length = value.shape[outer]
+    pieces = min(length, -(-value.nbytes // SLAB_BYTES)) or 1
+    step = -(-length // pieces)
+    for begin in range(0, length, step):
+        start[outer] = begin
+        cut = tuple(slice(begin, begin + step) if axis == outer else slice(None) for axis in range(value.ndim))
+        yield list(start), np.ascontiguousarray(value[cut].transpose(order))
+
+
 @partial(jax.jit, donate_argnums=0, static_argnames="turned")
 def _set_at(part: jax.Array, value: jax.Array, at: jax.Array, turned: tuple[int, ...]) -> jax.Array:
     value = value.transpose(turned).astype(part.dtype)
     own = value.reshape((1,) * (part.ndim - value.ndim) + value.shape)
-    start: list[Any] = [*(at[axis] for axis in range(at.shape[0])), *(0 for _ in range(value.ndim))]
-    return jax.lax.dynamic_update_slice(part, own, start)
+    return jax.lax.dynamic_update_slice(part, own, [at[axis] for axis in range(part.ndim)])
 
 
 def restore_sharded(folder: str | Path, mesh: Mesh, dtype: Any = jnp.bfloat16, *, digest: str) -> Model:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from models import families
 from models.families import Family, Model
@@ -73,7 +73,14 @@ def partition(family: Family, config: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def shardings(family: Family, config: Any, mesh: Mesh) -> Any:
-    """``partition`` as shardings on ``mesh``."""
+    """``partition`` as shardings on ``mesh``.
+
+    Raises:
+      ValueError: as ``partition``, and for an axis that is not left to the compiler, which is not JAX's default.
+    """
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind != AxisType.Auto:
+            raise ValueError(f"mesh axis {name!r} is {kind.name}; make the mesh with axis_types=(AxisType.Auto, ...)")
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition(family, config, mesh))
 
 
@@ -81,7 +88,7 @@ def shard(model: Model, mesh: Mesh) -> Model:
     """The model with its parameters laid over ``mesh``; run it under ``jax.set_mesh(mesh)``.
 
     Raises:
-      ValueError: for an axis that the mesh does not divide evenly, by parameter.
+      ValueError: as ``shardings``.
     """
     params = jax.device_put(model.params, shardings(model.family, model.config, mesh))
     rotary = jax.device_put(model.rotary, NamedSharding(mesh, PartitionSpec()))

@@ -2,12 +2,15 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from safetensors.numpy import load_file
 
 from models import checkpoint, families
 from models.mistral_params import config_of
+from models.sharded_checkpoint import load_sharded
 from tests.models.tiny import V3
 
 PARAMS = {
@@ -42,6 +45,10 @@ def test_a_consolidated_checkpoint_loads(tmp_path):
     again = checkpoint.load(tmp_path, np.float32)
     assert again.config == model.config
     assert again.digest == model.digest
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Auto,))
+    parts = load_sharded(tmp_path, mesh, np.float32, digest=model.digest)
+    assert parts.config == model.config
+    assert families.digest_of(parts.params) == model.digest
     assert model.family.ignored(model.config, "vision_encoder.patch_conv.weight")
     assert not model.family.ignored(model.config, "layers.0.attention.wq_a.qscale_weight")
 

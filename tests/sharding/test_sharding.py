@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from jax.sharding import AxisType
 
+from models import families, sharding
 from models.device_plan import device_plan
 
 
@@ -62,3 +65,9 @@ class TestDevicePlan:
         with pytest.raises(ValueError, match="'pipeline' is unknown"):
             device_plan("deepseek-v3", {"pipeline": 2}, memory_bytes=1)
         assert device_plan("deepseek-v3", {"tensor": 2}, memory_bytes=1).cache_tokens == 0
+
+
+def test_a_mesh_that_compilers_may_not_split_is_refused():
+    family, config = families.read_config("deepseek-v2-lite")
+    with pytest.raises(ValueError, match=r"'tensor' is Explicit; make the mesh with axis_types"):
+        sharding.shardings(family, config, jax.make_mesh((1,), ("tensor",), axis_types=(AxisType.Explicit,)))
