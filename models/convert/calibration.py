@@ -1,4 +1,4 @@
-"""What conversion needs to know of a model: second moments of queries, keys and values, and how far attention looks.
+"""What conversion needs to know of a model: second moments of queries, keys and values, and of what meets in attention.
 
 The original runs over text behind a KV view that keeps sums. So one pass serves every method and every rank, and
 nothing grows with the amount of text.
@@ -29,15 +29,17 @@ class Statistics:
     Fields:
       rows: ``E[z z^T]``, ``z`` the keys of all heads before rotation, then their values.
       queries: ``E[q q^T]`` of each head before rotation.
-      phase: ``E[exp(i theta_f D)]`` over the distances ``D`` between a query and what it attends to, each weighted by
-        ``A (1 - A)``, the slope of attention ``A`` in its score; key 0, where attention rests that looks for nothing,
-        is left out.
+      seen: ``E[sum_k w |q_f|^2 k_f conj(k_f)^T]`` of each query head, ``k_f`` the pairs of all key heads at frequency
+        ``f``. The sum is over the keys a query sees, each weighted by ``w = A (1 - A)``, the slope of attention ``A``
+        in its score; key 0, where attention rests that looks for nothing, is left out.
+      turned: the same with ``exp(i theta_f D)``, ``D`` the distance from query to key.
     """
 
     tokens: int
     rows: Float[np.ndarray, "L Z Z"]
     queries: Float[np.ndarray, "L H K K"]
-    phase: Complex[np.ndarray, "L H F"]
+    seen: Complex[np.ndarray, "L H F J J"]
+    turned: Complex[np.ndarray, "L H F J J"]
 
 
 @struct.dataclass
@@ -48,47 +50,63 @@ class CalibrationView:
     order: Int[Array, " K"]
     rows: Float[Array, "L Z Z"]
     queries: Float[Array, "L H K K"]
-    phase: Float[Array, "L H F 2"]
-    weight: Float[Array, "L H"]
+    seen: Complex[Array, "L H F J J"]
+    turned: Complex[Array, "L H F J J"]
 
     def attend_grouped(self, layer, query, key, value, rotary, scale):
         """Grouped attention, a block of queries at a time."""
         plain = rotate(query, -self.positions, rotary)[..., self.order]
+        own = key[..., self.order]
         tokens = len(self.positions)
-        z = jnp.concatenate([key[..., self.order].reshape(tokens, -1), value.reshape(tokens, -1)], axis=-1)
-        out, phase, weight = self._attend(query, rotate(key, self.positions, rotary), value, rotary, scale)
+        z = jnp.concatenate([own.reshape(tokens, -1), value.reshape(tokens, -1)], axis=-1)
+        energy = jnp.square(plain[..., 0::2]) + jnp.square(plain[..., 1::2])
+        out, met = self._attend(query, rotate(key, self.positions, rotary), value, energy, rotary, scale)
+        seen, turned = _moments(met, own[..., 0::2] + 1j * own[..., 1::2], *cos_sin(rotary, self.positions))
         sums = {
             "rows": jnp.einsum("MY,MZ->YZ", z, z),
             "queries": jnp.einsum("MHJ,MHK->HJK", plain, plain),
-            "phase": phase,
-            "weight": weight,
+            "seen": seen,
+            "turned": turned,
         }
         return out, dataclasses.replace(
             self, **{name: getattr(self, name).at[layer].add(value) for name, value in sums.items()}
         )
 
-    def _attend(self, query, key, value, rotary, scale):
-        """Outputs, and sums over all pairs but those with key 0: slopes times cosine and sine of distance, slopes."""
+    def _attend(self, query, key, value, energy, rotary, scale):
+        """Outputs, and for each key and head the sums over queries of slope times energy, alone and times cosine and
+        sine of the query's position; key 0 has none."""
         tokens, heads, width = query.shape
         groups = key.shape[1]
-        cos, sin = cos_sin(rotary, self.positions)
+        cos, sin = (factor[:, None] for factor in cos_sin(rotary, self.positions))
+        asked = jnp.concatenate([energy, energy * cos, energy * sin], axis=-1)
         block = math.gcd(tokens, QUERY_BLOCK)
 
-        def attend(start):
+        def attend(met, start):
             part = jax.lax.dynamic_slice_in_dim(query, start, block).reshape(block, groups, heads // groups, width)
             scores = jnp.einsum("MJQK,NJK->JQMN", part, key) * scale
             here = jax.lax.dynamic_slice_in_dim(self.positions, start, block)
             weights = jax.nn.softmax(jnp.where(here[:, None] >= self.positions[None, :], scores, -jnp.inf), axis=-1)
             out = jnp.einsum("JQMN,NJK->MJQK", weights, value).reshape(block, heads, width)
             slope = (weights * (1 - weights)).at[..., 0].set(0).reshape(heads, block, tokens)
-            by_cos, by_sin = (jnp.einsum("HMN,NF->MHF", slope, factor) for factor in (cos, sin))
-            own_cos, own_sin = (jax.lax.dynamic_slice_in_dim(factor, start, block)[:, None] for factor in (cos, sin))
-            # exp(i theta (m - n)) = exp(i theta m) conj(exp(i theta n))
-            turned = jnp.stack([own_cos * by_cos + own_sin * by_sin, own_sin * by_cos - own_cos * by_sin], axis=-1)
-            return out, turned.sum(axis=0), slope.sum(axis=(1, 2))
+            return met + jnp.einsum("HMN,MHF->HNF", slope, jax.lax.dynamic_slice_in_dim(asked, start, block)), out
 
-        out, phase, weight = jax.lax.map(attend, jnp.arange(0, tokens, block))
-        return out.reshape(tokens, heads, width), phase.sum(axis=0), weight.sum(axis=0)
+        met = jnp.zeros((heads, tokens, asked.shape[-1]), jnp.float32)
+        met, out = jax.lax.scan(attend, met, jnp.arange(0, tokens, block))
+        return out.reshape(tokens, heads, width), met
+
+
+def _moments(
+    met: Float[Array, "H N F3"], key: Complex[Array, "N J F"], cos: Float[Array, "N F"], sin: Float[Array, "N F"]
+) -> tuple[Complex[Array, "H F J J"], Complex[Array, "H F J J"]]:
+    """``seen`` and ``turned`` of a layer; a head at a time, since products of keys with themselves are large."""
+
+    def moments(met):
+        plain, by_cos, by_sin = jnp.split(met, 3, axis=-1)
+        # exp(i theta (m - n)) = exp(i theta m) conj(exp(i theta n))
+        turned = (by_cos + 1j * by_sin) * (cos - 1j * sin)
+        return tuple(jnp.einsum("NJF,NIF->FJI", key * weight[:, None], key.conj()) for weight in (plain, turned))
+
+    return jax.lax.map(moments, met)
 
 
 def calibrate(
@@ -114,28 +132,27 @@ def calibrate(
     for sequence in sequences:
         if len(sequence) < 2:
             continue
-        found = [np.asarray(part, np.float64) for part in _sums(model, jnp.asarray(sequence), jnp.asarray(order))]
+        parts = map(np.asarray, _sums(model, jnp.asarray(sequence), jnp.asarray(order)))
+        found = [part.astype(np.result_type(part, np.float64)) for part in parts]
         sums = found if sums is None else [total + part for total, part in zip(sums, found, strict=True)]
         tokens += len(sequence)
         report(tokens)
     if sums is None:
         raise ValueError("sequences holds none of two tokens or more; calibrate on some text")
-    rows, queries, phase, weight = sums
-    looks = weight > 0  # a head that rests on key 0 alone has no distances; nothing of it needs rotation
-    phase = np.where(looks[..., None], phase[..., 0] + 1j * phase[..., 1], 1) / np.where(looks, weight, 1)[..., None]
-    return Statistics(tokens, rows / tokens, queries / tokens, phase)
+    return Statistics(tokens, *(part / tokens for part in sums))
 
 
 @jax.jit
 def _sums(model: Model, tokens: Int[Array, " T"], order: Int[Array, " K"]) -> tuple[Array, Array, Array, Array]:
     config = model.config
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
-    depth, heads, width = config.num_hidden_layers, config.num_attention_heads, config.head_dim
-    row = 2 * config.num_key_value_heads * width
-    shapes = (depth, row, row), (depth, heads, width, width), (depth, heads, width // 2, 2), (depth, heads)
-    view = CalibrationView(positions, order, *(jnp.zeros(shape, jnp.float32) for shape in shapes))
-    _, view = model.forward(tokens.astype(jnp.int32), positions, view)
-    return view.rows, view.queries, view.phase, view.weight
+    depth, heads, groups = config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads
+    width = config.head_dim
+    row = 2 * groups * width
+    real = [jnp.zeros(shape, jnp.float32) for shape in ((depth, row, row), (depth, heads, width, width))]
+    both = [jnp.zeros((depth, heads, width // 2, groups, groups), jnp.complex64) for _ in range(2)]
+    _, view = model.forward(tokens.astype(jnp.int32), positions, CalibrationView(positions, order, *real, *both))
+    return view.rows, view.queries, view.seen, view.turned
 
 
 def token_blocks(

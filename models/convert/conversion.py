@@ -9,7 +9,7 @@ from jaxtyping import Complex, Float, Int
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from models.convert import key_basis, latent_basis
+from models.convert import key_basis, latent_basis, weighted_basis
 from models.convert.calibration import Statistics
 from models.families import Model
 from models.gqa import GQAConfig
@@ -115,7 +115,7 @@ def check_original(model: Model) -> None:
 
 def _basis(statistics: Statistics, config: GQAConfig, method: str, rope_width: int) -> key_basis.KeyBasis:
     if method == "query_weighted":
-        return key_basis.query_weighted(statistics, config, rope_width)
+        return weighted_basis.query_weighted(statistics, config, rope_width)
     if method == "two_norm":
         return key_basis.two_norm(statistics, config, rope_width)
     return key_basis.principal(statistics, config, rope_width, FOLD if method == "folded" else 1)
@@ -129,7 +129,7 @@ def save(conversion: Conversion, folder: str | Path, **about: str | int) -> None
     for field in fields(Conversion):
         value = getattr(conversion, field.name)
         if field.name in COMPLEX:
-            value = value.view(np.float32).reshape(*value.shape, 2)
+            value = np.ascontiguousarray(value).view(np.float32).reshape(*value.shape, 2)
         if isinstance(value, np.ndarray):
             kind = {"vectors": np.float16, "slots": np.int16, "indices": np.int16}.get(field.name, np.float32)
             tensors[field.name] = np.ascontiguousarray(value.astype(kind))

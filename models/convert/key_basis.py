@@ -17,11 +17,6 @@ from models.convert.calibration import Statistics
 from models.convert.pairs import pair_moments
 from models.gqa import GQAConfig
 
-# Keeps a key head that no query of its group needs rotated from vanishing in the weighted basis.
-WEIGHT_FLOOR = 1e-3
-# The slowest frequencies hardly turn over any text: there |a| is 1 to float32, on either side.
-ROUNDING = 1e-6
-
 
 @dataclass(frozen=True)
 class KeyBasis:
@@ -63,29 +58,6 @@ def lossless(config: GQAConfig) -> KeyBasis:
     mix = np.broadcast_to(np.eye(heads, dtype=complex), (layers, pairs, heads, heads))
     slots = np.broadcast_to(np.arange(pairs * heads), (layers, pairs * heads))
     return KeyBasis(mix, _undamped(config), slots, slots // heads)
-
-
-def query_weighted(statistics: Statistics, config: GQAConfig, rope_width: int) -> KeyBasis:
-    """The project's own (QW): complex bases weighted by the queries that need rotation, slots chosen over a layer.
-
-    A stripped component costs what its rotation varies by over the distances a head looks across,
-    ``E|q|^2 (1 - |a|^2)`` with ``a`` the mean phase there, which is also what replaces the rotation. The complex basis
-    that diagonalises keys under that weight commutes with rotation; the components that cost most stay rotary.
-    """
-    heads, pairs = config.num_key_value_heads, config.head_dim // 2
-    layers = len(statistics.rows)
-    damping = statistics.phase
-    squared = np.abs(damping).reshape(layers, heads, -1, pairs) ** 2
-    varies = np.maximum(1 - squared, ROUNDING)
-    need = (query_energy(statistics, config) * varies).sum(axis=2)  # [L, J, F]
-    weight = np.sqrt(need / need.mean(axis=1, keepdims=True) + WEIGHT_FLOOR).swapaxes(1, 2)  # [L, F, J]
-    moments = key_moments(statistics, config)
-    energy, vectors = np.linalg.eigh(weight[..., :, None] * moments * weight[..., None, :])
-    mix = vectors / weight[..., :, None]
-    cost = np.einsum("LFC,LJF,LFJC->LFC", energy, need, np.abs(mix) ** 2)
-    chosen = np.argsort(-cost.reshape(layers, -1), axis=1, kind="stable")[:, : rope_width // 2]
-    slots = np.sort(chosen, axis=1)
-    return KeyBasis(mix, damping, slots, slots // heads)
 
 
 def principal(statistics: Statistics, config: GQAConfig, rope_width: int, fold: int = 1) -> KeyBasis:

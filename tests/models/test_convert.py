@@ -2,6 +2,7 @@
 should be, and a conversion survives being stored."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from models import checkpoint, convert, families
-from models.convert import key_basis
+from models.convert import key_basis, weighted_basis
 from models.convert.pairs import interleaving, pair_moments, real_map
 from models.kv_view import DenseView
 from models.rotary import frequencies
@@ -112,17 +113,21 @@ def test_statistics_are_those_of_a_loop(grouped):
     moments = np.einsum("MA,MB->AB", key.reshape(23, -1), key.reshape(23, -1).conj()) / 23
     assert_close(parts(pair_moments(found.rows[0, :36, :36])), parts(moments), atol=1e-4)
     theta = frequencies(grouped.config.rope_parameters, width)
-    phase, weight = np.zeros((6, 6), complex), np.zeros(6)
+    seen, turned = np.zeros((2, 6, 6, 3, 3), complex)
     for head in range(6):
         for m in range(23):
             turn = np.exp(1j * theta * np.arange(m, -1, -1)[:, None])
             scores = (query[m, head] * key[: m + 1, head // (6 // groups)].conj() * turn).sum(axis=-1).real / width**0.5
             share = np.exp(scores - scores.max())
             share /= share.sum()
-            slope = (share * (1 - share))[1:]
-            phase[head] += slope @ turn[1:]
-            weight[head] += slope.sum()
-    assert_close(parts(found.phase[0]), parts(phase / weight[:, None]), atol=1e-4)
+            for n in range(1, m + 1):
+                weight = share[n] * (1 - share[n]) * np.abs(query[m, head]) ** 2 / 23
+                pairs = np.einsum("JF,IF->FJI", key[n], key[n].conj())
+                seen[head] += weight[:, None, None] * pairs
+                turned[head] += (weight * turn[n])[:, None, None] * pairs
+    assert_close(parts(found.seen[0]), parts(seen), atol=1e-4)
+    assert_close(parts(found.turned[0]), parts(turned), atol=1e-4)
+    assert np.abs(seen - turned).max() > 0.01
 
 
 @pytest.mark.parametrize("method", ["query_weighted", "principal", "folded", "two_norm"])
@@ -148,13 +153,36 @@ def test_keys_along_one_direction_keep_it_rotary_at_every_frequency(grouped, sta
     assert basis.slots[0].tolist() == [0, 3, 6, 9, 12, 15]
 
 
-def test_frequencies_that_hardly_turn_do_no_harm(grouped, statistics):
-    """Measured in float32 the mean phase of a slow frequency may exceed 1."""
-    phase = statistics.phase.copy()
-    phase[:, :, 4:] = 1 + 1e-7
-    basis = key_basis.query_weighted(dataclasses.replace(statistics, phase=phase), grouped.config, 12)
+def test_what_costs_least_is_stripped(grouped, statistics):
+    """Frequencies that do not turn are free to strip, whatever rounding makes of them; a better basis costs less."""
+    turned = statistics.turned.copy()
+    turned[:, :, 4:] = statistics.seen[:, :, 4:] * (1 + 1e-7)
+    basis = weighted_basis.query_weighted(dataclasses.replace(statistics, turned=turned), grouped.config, 12)
     assert np.linalg.cond(basis.mix).max() < 1e3
-    assert basis.indices.max() < 4  # what hardly turns is stripped
+    assert basis.indices.max() < 4
+
+    seen, turned = (part[0].swapaxes(0, 1).astype(complex) for part in (statistics.seen, statistics.turned))
+    group = np.repeat(np.arange(3), 2)
+
+    def cost(start, steps):
+        return weighted_basis.search(start, 1, seen, turned, group, steps)[1]
+
+    near = weighted_basis.start(seen, turned, group)
+    far = np.random.default_rng(11).standard_normal((2, *near.shape))
+    assert (cost(near, 30) <= cost(near, 0)).all()
+    assert cost(near, 30).sum() < 0.995 * cost(near, 0).sum()
+    assert cost(near, 30) == pytest.approx(cost(near, 90), rel=1e-3)
+    assert cost(far[0] + 1j * far[1], 0).sum() > 1.1 * cost(near, 90).sum()
+    assert cost(far[0] + 1j * far[1], 90).sum() == pytest.approx(cost(near, 90).sum(), rel=0.02)
+
+
+def test_slots_are_allotted_as_by_trying_all():
+    costs = np.sort(np.random.default_rng(10).random((4, 4)), axis=1)[:, ::-1]
+    for total in range(13):
+        counts = weighted_basis.allot(costs, total)
+        ways = [way for way in itertools.product(range(4), repeat=4) if sum(way) == total]
+        assert counts.sum() == total
+        assert costs[range(4), counts].sum() == min(costs[range(4), way].sum() for way in ways)
 
 
 def test_complex_maps_commute_with_rotation_and_orders_make_pairs():
