@@ -26,8 +26,7 @@ STYLE = """
 @media (max-width: 48rem) { .panes { grid-template-columns: 1fr; } }
 .pane { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; max-height: 75vh;
   overflow-y: auto; white-space: pre-wrap; font: .82rem/1.6 ui-monospace, monospace; }
-.run { border-radius: 3px; } .run:target, .run.lit { outline: 2px solid var(--accent); }
-a.run { color: inherit; text-decoration: none; }
+.run { border-radius: 3px; color: inherit; text-decoration: none; } .run:target, .run.lit { outline: 2px solid var(--accent); }
 .chunk { border-left: 2px solid var(--soft); margin-left: 1px; padding-left: 1px; }
 .exact { background: #9ec5f5; color: #10233c; } .shifted { background: #a5e3e0; color: #0d2f2d; }
 .new { background: #f7c9a9; color: #3d1d07; } .short { background: #efe0a5; color: #332a05; }
@@ -68,7 +67,8 @@ class ChunkMap:
         total = len(self.tokens[1])
         parts = ", ".join(f"{name} {count:,} ({count / total:.1%})" for name, count in self.bins.items() if count)
         deltas = {run.delta for run in self.runs if run.bin == "shifted"}
-        return f"{total:,} tokens: {parts}; {len(deltas)} distances (delta) among the shifted ones"
+        counted = f"{len(deltas)} distance{'s' * (len(deltas) != 1)}"
+        return f"{total:,} tokens: {parts}; {counted} (delta) among the shifted ones"
 
 
 def chunk_map(first: Int32[np.ndarray, " T"], second: Int32[np.ndarray, " U"], policy: str = "irminsul") -> ChunkMap:
