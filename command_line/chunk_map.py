@@ -26,7 +26,8 @@ STYLE = """
 @media (max-width: 48rem) { .panes { grid-template-columns: 1fr; } }
 .pane { background: var(--card); border: 1px solid var(--line); border-radius: 6px; padding: .8rem; max-height: 75vh;
   overflow-y: auto; white-space: pre-wrap; font: .82rem/1.6 ui-monospace, monospace; }
-.run { border-radius: 3px; color: inherit; text-decoration: none; } .run:target, .run.lit { outline: 2px solid var(--accent); }
+.run { border-radius: 3px; color: inherit; text-decoration: none; }
+.run:target, .run.lit { outline: 2px solid var(--accent); }
 .chunk { border-left: 2px solid var(--soft); margin-left: 1px; padding-left: 1px; }
 .exact { background: #9ec5f5; color: #10233c; } .shifted { background: #a5e3e0; color: #0d2f2d; }
 .new { background: #f7c9a9; color: #3d1d07; } .short { background: #efe0a5; color: #332a05; }
