@@ -126,7 +126,7 @@ def fitted_weights(shares: Float[np.ndarray, "n L"], distances: Float[np.ndarray
     them, which is what tokens differ by whatever they look at."""
     terms = np.concatenate([shares, np.ones((len(shares), 1))], axis=1)
     weights = nnls(terms, distances)[0][:-1]
-    if not weights.sum() > 0:
+    if weights.sum() <= 1e-6 * np.abs(distances).max():  # shares tell nothing; what is left is rounding
         return (1 / shares.shape[1],) * shares.shape[1]
     return tuple(np.round(weights / weights.sum(), 4).tolist())
 
