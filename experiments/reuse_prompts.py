@@ -11,7 +11,7 @@ import numpy as np
 
 from irminsul.blocks import Block, cost_model
 from irminsul.cache import CacheConfig, ContentCache, new_cache
-from irminsul.compute import PrefillBatch, run_prefill
+from irminsul.compute import PackedBatch, run_prefill
 from irminsul.plan import NEW
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import new_pool
@@ -93,7 +93,7 @@ class Server:
         stand_in = new_pool(self.model.row_format, 1, config.page_size, config.dtype)
         books, pool, logits, plan = dataclasses.replace(self.cache, pool=stand_in), [self.cache.pool], None, None
 
-        def compute(batch: PrefillBatch, blocks: tuple[Block, ...]) -> Any:
+        def compute(batch: PackedBatch, blocks: tuple[Block, ...]) -> Any:
             settings = {"blocks": blocks, "cost": cost_model(self.model), "storage": config.storage}
             logits, _, pool[0] = run_prefill(self.model, pool[0], batch, **settings, keep_hidden=False)
             return logits

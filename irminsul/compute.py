@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -44,10 +45,37 @@ class PrefillBatch:
     copy_count: Int[Array, ""]
 
 
+@struct.dataclass
+class PackedBatch:
+    """A ``PrefillBatch`` laid into one array: the columns of tokens ``[5, capacity]``, copies and page table
+    ``[7, entries]``, and both counts."""
+
+    flat: Int[Array | np.ndarray, " F"]
+    capacity: int = struct.field(pytree_node=False)
+    entries: int = struct.field(pytree_node=False)
+
+    def unpacked(self) -> PrefillBatch:
+        flat = jnp.asarray(self.flat)
+        tokens, positions, *slots = flat[: 5 * self.capacity].reshape(5, self.capacity)
+        by_entry = flat[5 * self.capacity : -2].reshape(7, self.entries)
+        return PrefillBatch(
+            tokens=tokens,
+            positions=positions,
+            write_page=slots[0],
+            write_row=slots[1],
+            write_position=slots[2],
+            count=flat[-2],
+            page_table=PageTable(*by_entry[2:, None]),
+            copy_source=by_entry[0],
+            copy_target=by_entry[1],
+            copy_count=flat[-1],
+        )
+
+
 def compute_blocks(
     model: Any,
     pool: LatentPool,
-    batch: PrefillBatch,
+    batch: PrefillBatch | PackedBatch,
     *,
     blocks: tuple[Block, ...],
     cost: CostModel,
@@ -56,6 +84,8 @@ def compute_blocks(
 ) -> tuple[Float[Array, " V"], Float[Array, "P D"] | None, LatentPool]:
     """Copies pages, then computes block after block: logits after the last computed token, hidden states if kept, and
     the next pool."""
+    if isinstance(batch, PackedBatch):
+        batch = batch.unpacked()
     largest = max(block.tokens for block in blocks)
     copy = sharded_pool.copy_pages if split_axes(SEQUENCE) else copy_pages
     pool = copy(pool, batch.copy_source, batch.copy_target, batch.copy_count)

@@ -5,8 +5,6 @@ Planning is host code; computing is one compiled program (``compute.py``).
 
 import dataclasses
 import time
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -19,14 +17,13 @@ from irminsul.blocks import Block, Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_key import Context
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use, share
-from irminsul.compute import PrefillBatch, run_prefill
+from irminsul.compute import PackedBatch, run_prefill
 from irminsul.content import PromptContent, extend_content, read_content
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import Readable, ReusePlan, Span, plan_prompt
 from irminsul.policies import Policy, get_policy
 from irminsul.repair import lend, privatise, with_repairs
 from irminsul.sources import isolated_spans, readable, sources_of
-from pallas_kernels.page_table import PageTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,7 +369,7 @@ def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -
     return np.asarray(slots, np.int32).reshape(-1, 2)
 
 
-def pack_batch(cache: ContentCache, placement: Placement, request: Request) -> PrefillBatch:
+def pack_batch(cache: ContentCache, placement: Placement, request: Request) -> PackedBatch:
     """Pads a placement to the capacities of the compiled program."""
     capacity, entries = cache.config.max_prompt_tokens, cache.config.table_entries
     positions, table = placement.positions, request.entries
@@ -381,7 +378,7 @@ def pack_batch(cache: ContentCache, placement: Placement, request: Request) -> P
     ]
     copies += zip(placement.private.tolist(), request.private.tolist(), strict=True)
     copied = np.asarray(copies, np.int32).reshape(-1, 2)
-    # One transfer of one array: fourteen cost a millisecond ahead of the first token, and joining them another.
+    # One array to transfer: fourteen cost a millisecond ahead of the first token, and joining them another.
     flat = np.zeros(5 * capacity + 7 * entries + 2, np.int32)
     by_token, by_entry = flat[: 5 * capacity].reshape(5, capacity), flat[5 * capacity : -2].reshape(7, entries)
     by_token[1, len(positions) :], by_token[2, len(positions) :] = -1, cache.tree.num_pages
@@ -390,25 +387,4 @@ def pack_batch(cache: ContentCache, placement: Placement, request: Request) -> P
         column[: len(positions)] = values
     by_entry[:2, : len(copied)], by_entry[2:, : len(table)] = copied.T, table.T
     flat[-2:] = len(positions), len(copied)
-    return _unpacked(jax.device_put(flat), capacity, entries)
-
-
-@partial(jax.jit, static_argnames=("capacity", "entries"))
-def _unpacked(flat: Int32[Array, " F"], capacity: int, entries: int) -> PrefillBatch:
-    """The batch that ``pack_batch`` laid into one array."""
-    sizes = [capacity] * 5 + [entries] * 7 + [1, 1]
-    parts = [flat[stop - size : stop] for size, stop in zip(sizes, accumulate(sizes), strict=True)]
-    tokens, positions, write_page, write_row, write_position = parts[:5]
-    source, target, page, begin, end, target_position, base, count, copy_count = parts[5:]
-    return PrefillBatch(
-        tokens=tokens,
-        positions=positions,
-        write_page=write_page,
-        write_row=write_row,
-        write_position=write_position,
-        count=count[0],
-        page_table=PageTable(page[None], begin[None], end[None], target_position[None], base[None]),
-        copy_source=source,
-        copy_target=target,
-        copy_count=copy_count[0],
-    )
+    return PackedBatch(flat, capacity, entries)
