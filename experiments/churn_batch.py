@@ -43,9 +43,16 @@ class WatchedTiers(Store):
         self.prefixes = tuple(namespace_prefix(namespace) for namespace in STORED)
 
     def look_ahead(
-        self, cache: ContentCache, sources: Sources, tokens: np.ndarray, policy: Policy, new_tokens: int = 0
+        self,
+        cache: ContentCache,
+        sources: Sources,
+        tokens: np.ndarray,
+        policy: Policy,
+        new_tokens: int = 0,
+        *,
+        wait: bool = False,
     ) -> ReadAhead:
-        """``Store.look_ahead``."""
+        """``Store.look_ahead``, which always waits here."""
         if not sources.key.startswith(self.prefixes) or not policy.register:
             return ReadAhead(Wanted([], cache.in_flight > 0), [])
         churn = self.churn

@@ -50,7 +50,7 @@ class Tiers:
         """``Store.look_ahead``, and the damaged objects met; all is read, so that a run can be repeated."""
         store = self.of(model)
         before = _met(store)
-        ahead = store.look_ahead(cache, sources, tokens, policy, new_tokens)
+        ahead = store.look_ahead(cache, sources, tokens, policy, new_tokens, wait=True)
         ahead.wait()
         return ahead, _met(store) - before
 

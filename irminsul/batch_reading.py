@@ -27,8 +27,9 @@ class LineReader:
     def start(self, cache: ContentCache, line: Iterable[tuple[int, Ticket]]) -> None:
         """Has pages read for the first in line for whom none are; for one request, as each costs a plan."""
         for number, ticket in line:
-            if number not in self.reading:
-                self.reading[number] = self._look_ahead(cache, ticket)
+            ahead = self.reading.get(number)
+            if ahead is None or (ahead.opening and ahead.done):
+                self.reading[number] = self._look_ahead(cache, ticket, wait=False)
                 return
 
     def bring(self, cache: ContentCache, number: int, ticket: Ticket, others: bool) -> ContentCache | None:
@@ -36,8 +37,8 @@ class LineReader:
         serve meanwhile. Takes the cache over, unless there is nothing to bring."""
         ahead = self.reading.get(number)
         if ahead is None or ahead.done or not others:  # look again: pages have come and gone since
-            self.reading[number] = ahead = self._look_ahead(cache, ticket)
-        if others and not ahead.done:
+            self.reading[number] = ahead = self._look_ahead(cache, ticket, wait=not others)
+        if others and (ahead.opening or not ahead.done):
             return None
         started = time.perf_counter()
         cache = self.store.bring(cache, ahead)
@@ -45,12 +46,12 @@ class LineReader:
         ticket.spend("load_ms", started)
         return cache
 
-    def _look_ahead(self, cache: ContentCache, ticket: Ticket) -> ReadAhead:
+    def _look_ahead(self, cache: ContentCache, ticket: Ticket, *, wait: bool) -> ReadAhead:
         started = time.perf_counter()
         sources = sources_of(
             cache, self.model, self.policy,
             namespace=ticket.namespace, adapter=ticket.adapter, mode=self.mode, shared=ticket.shared,
         )  # fmt: skip
-        ahead = self.store.look_ahead(cache, sources, ticket.prompt, self.policy, ticket.max_new_tokens)
+        ahead = self.store.look_ahead(cache, sources, ticket.prompt, self.policy, ticket.max_new_tokens, wait=wait)
         ticket.spend("load_ms", started)
         return ahead

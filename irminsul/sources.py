@@ -100,6 +100,11 @@ class Sources:
     published: tuple[bytes, ...] = ()
     isolated: BehindSink | None = None
 
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """All of them."""
+        return (self.key, *self.published, *((self.isolated.key,) if self.isolated else ()))
+
 
 def sources_of(
     cache: ContentCache,

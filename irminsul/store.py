@@ -36,10 +36,10 @@ from irminsul.store_catalog import Catalog, Entry, add_hints
 from irminsul.store_lookup import Wanted, wanted_pages
 from irminsul.store_metrics import StoreMetrics
 from irminsul.store_owner import (
+    Opening,
     Owner,
     computation_objects,
     keep_only_known,
-    open_owner,
     owner_of,
     tenant_owners,
 )
@@ -93,6 +93,8 @@ class Store:
         self._reader = Reader(self._backend, self._host, self._writer, self.metrics, self._place)
         self._batch_pages = batch_pages
         self._owners: dict[str, Owner] = {}  # by digest
+        self._opening: dict[str, Opening] = {}
+        self._opened: set[str] = set()
         self._pages = PoolPages(self._catalog, lambda key: owner_of(key, self.format).digest)
         self._shorter: set[int] = set()  # computations cut short by forgetting, until they are written
 
@@ -136,15 +138,23 @@ class Store:
         Takes the cache over, like ``prefill``, unless nothing is to be loaded. ``sources`` are those of the request
         (``sources.sources_of``). A prompt that ``prefill`` would refuse is left to it.
         """
-        return self.bring(cache, self.look_ahead(cache, sources, tokens, policy, new_tokens))
+        return self.bring(cache, self.look_ahead(cache, sources, tokens, policy, new_tokens, wait=True))
 
     def look_ahead(
-        self, cache: ContentCache, sources: Sources, tokens: np.ndarray, policy: Policy, new_tokens: int = 0
+        self,
+        cache: ContentCache,
+        sources: Sources,
+        tokens: np.ndarray,
+        policy: Policy,
+        new_tokens: int = 0,
+        *,
+        wait: bool = False,
     ) -> ReadAhead:
-        """Finds out what ``load`` would bring, and has it read, as far as ``host_bytes`` allow; waits for nothing.
+        """Finds out what ``load`` would bring, and has it read, as far as ``host_bytes`` allow.
 
         ``bring`` takes it while the cache is as it is now. Later on look again: what has been read is not read twice,
-        for as long as the earlier answer is held.
+        for as long as the earlier answer is held. Of a tenant who is new here the records are read first: unless it may
+        ``wait``, the answer is ``opening`` until they are, and every look takes that a part further.
         """
         cache.require_alive()
         nothing = ReadAhead(Wanted([], cache.in_flight > 0), [])
@@ -153,10 +163,11 @@ class Store:
             return nothing
         self._settle_failures()
         self._pages.follow(cache)
-        if self._owner(sources.key) is None:
-            return nothing
-        for key in (*sources.published, *([sources.isolated.key] if sources.isolated else [])):
-            self._owner(key)
+        if wait:
+            for key in sources.keys:
+                self._owner(key)
+        elif opening := self._still_opening(sources.keys):
+            return ReadAhead(nothing.wanted, [], opening)
         self._catalog.tick()
         wanted = wanted_pages(cache, self._catalog, self._pages, sources, tokens.astype(np.int32), policy, new_tokens)
         reads = self._reader.start_within(wanted.entries, self._host.capacity, bytes_a_row(cache.pool))
@@ -354,26 +365,49 @@ class Store:
     def refresh(self, key: bytes) -> None:
         """Looks again at what is stored for a key: for readers, what the writer has added or deleted since."""
         self._writer.wait()
-        owner = self._owners.pop(owner_of(key, self.format).digest, None)
-        if owner is not None:
-            held = [name for name, entry in self._catalog.entries.items() if entry.record.owner == owner.digest]
-            for name in held:
-                self._catalog.remove(name)
-                if not self._backend.write_allowed:
-                    self._host.drop(name)
+        digest = owner_of(key, self.format).digest
+        self._opening.pop(digest, None)
+        self._opened.discard(digest)
+        held = [name for name, entry in self._catalog.entries.items() if entry.record.owner == digest]
+        for name in held:
+            self._catalog.remove(name)
+            if not self._backend.write_allowed:
+                self._host.drop(name)
         self._owner(key)
 
     def _owner(self, key: bytes) -> Owner | None:
         """The owner of a key, its records read on first sight; None, with a reason counted, where they cannot be."""
         owner = owner_of(key, self.format)
-        if owner.digest not in self._owners:
-            try:
-                open_owner(self._backend, self._catalog, self.metrics, owner)
-            except (StoredObjectError, StoreWriteError):
-                self.metrics.skipped["unreadable"] += 1
+        while owner.digest not in self._opened:
+            if not self._open_further(owner):
                 return None
-            self._owners[owner.digest] = owner
         return owner
+
+    def _open_further(self, owner: Owner) -> bool:
+        """Reads some more of the records of an owner; false, with a reason counted, where they cannot be read."""
+        self._owners[owner.digest] = owner
+        opening = self._opening.get(owner.digest)
+        if opening is None:
+            opening = self._opening[owner.digest] = Opening(self._backend, self._catalog, self.metrics, owner)
+        try:
+            if opening.advance():
+                self._opened.add(owner.digest)
+                del self._opening[owner.digest]
+        except (StoredObjectError, StoreWriteError):
+            del self._opening[owner.digest]
+            self.metrics.skipped["unreadable"] += 1
+            return False
+        return True
+
+    def _still_opening(self, keys: Iterable[bytes]) -> list[Opening]:
+        """Goes on with reading the records of ``keys``, without waiting; returns what is still to be read."""
+        for owner in (owner_of(key, self.format) for key in keys):
+            if owner.digest not in self._opened:
+                opening = self._opening.get(owner.digest)
+                if opening is None or opening.ready:
+                    self._open_further(owner)
+        digests = [owner_of(key, self.format).digest for key in keys]
+        return [self._opening[digest] for digest in digests if digest in self._opening]
 
     def _place(self, entry: Entry) -> Place:
         return self._owners[entry.record.owner].place(entry.name)

@@ -83,34 +83,54 @@ class Backend:
             raise StoredObjectError("unreadable", f"object cannot be read: {error}") from error
         return answer.value if answer.state == "value" else None
 
-    def write(self, objects: Mapping[str, bytes] | Mapping[str, bytes | None]) -> None:
-        """Writes objects together, or deletes them (None), and returns when all of it is durable.
+    def start_write(self, objects: Mapping[str, bytes] | Mapping[str, bytes | None]) -> list[Any]:
+        """Starts writing objects, or deleting them (None), for ``finish_write``."""
+        futures = [self._kv.write(key, value) for key, value in objects.items()]
+        for future in futures:
+            future.force()
+        return futures
+
+    def finish_write(self, futures: Iterable[Any]) -> None:
+        """Returns when all of it is durable.
 
         Raises:
           StoreWriteError: whatever a remote store says. Some may have been written.
         """
         try:
-            for future in [self._kv.write(key, value) for key, value in objects.items()]:
+            for future in futures:
                 future.result()
         except REFUSED as error:
             raise StoreWriteError(f"object cannot be written: {error}") from error
+
+    def write(self, objects: Mapping[str, bytes] | Mapping[str, bytes | None]) -> None:
+        """``start_write`` and ``finish_write``."""
+        self.finish_write(self.start_write(objects))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects together and returns when all are gone; missing ones are no error."""
         self.write(dict.fromkeys(keys))
 
-    def list(self, prefix: str) -> list[str]:
-        """Keys that begin with ``prefix``.
+    def start_list(self, prefix: str) -> Any:
+        """Starts listing the keys that begin with ``prefix``, for ``finish_list``."""
+        first = prefix.encode()
+        future = self._kv.list(tensorstore.KvStore.KeyRange(first, first[:-1] + bytes([first[-1] + 1])))
+        future.force()
+        return future
+
+    def finish_list(self, future: Any) -> list[str]:
+        """The keys.
 
         Raises:
           StoredObjectError: "unreadable", whatever a remote store says.
         """
-        first = prefix.encode()
-        last = first[:-1] + bytes([first[-1] + 1])
         try:
-            return [key.decode() for key in self._kv.list(tensorstore.KvStore.KeyRange(first, last)).result()]
+            return [key.decode() for key in future.result()]
         except REFUSED as error:
             raise StoredObjectError("unreadable", f"objects cannot be listed: {error}") from error
+
+    def list(self, prefix: str) -> list[str]:
+        """``start_list`` and ``finish_list``."""
+        return self.finish_list(self.start_list(prefix))
 
     def close(self) -> None:
         """Lets another process write."""

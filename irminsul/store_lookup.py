@@ -39,8 +39,7 @@ def wanted_pages(
     """What ``prefill`` would be served from if it were in the pool. Marks as used what the prompt uses of the catalog,
     and gives pages of the pool their left context back where it has come back."""
     tree, in_flight = cache.tree, cache.in_flight > 0
-    keys = [sources.key, *sources.published, *([sources.isolated.key] if sources.isolated else [])]
-    owners = [catalog.owner(key) for key in keys]
+    owners = [catalog.owner(key) for key in sources.keys]
     if not np.isin(catalog.tree.namespace, owners).any():
         return Wanted([], in_flight)
     content = read_content(tokens, cache.config.chunking, sources.key)

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from irminsul import fingerprint
 from irminsul.cache_format import CacheFormat, digest
@@ -16,6 +17,7 @@ from irminsul.store_writer import Place
 KEY_FIELDS = ("namespace", "model", "adapter", "format", "mode", "context", "bitwise")  # of ``cache_key``
 READERS = "readers"  # under a tenant: notes of who has read its rows
 READ_AHEAD = 256  # records asked for together
+FILED_TOGETHER = 64  # before somebody else has a turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,47 +53,83 @@ def owner_of(key: bytes, cache_format: CacheFormat) -> Owner:
     return Owner(key, cache_format, f"{tenant_prefix(key)}{name}/", name)
 
 
-def open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner: Owner) -> None:
+class Opening:
+    """The records of an owner on their way into the catalog, part by part, so that nobody has to wait for them."""
+
+    def __init__(self, backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner: Owner):
+        self._parts = _open_owner(backend, catalog, metrics, owner)
+        self._pending: Sequence[Any] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``advance`` would not wait."""
+        return all(future.done() for future in self._pending)
+
+    def advance(self) -> bool:
+        """Does the next part; true at the end.
+
+        Raises:
+          StoredObjectError, StoreWriteError: if nothing can be listed, or written by the process that writes.
+        """
+        try:
+            self._pending = next(self._parts)
+        except StopIteration:
+            return True
+        return False
+
+
+def _open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner: Owner) -> Iterator[Sequence[Any]]:
     """Files the records of an owner in the catalog; counts those of the tenant's other owners by what sets them apart.
+    Each part ends with the futures that the next one waits for.
 
     Nothing under another tenant's prefix is listed or read. The process that writes also sweeps out what no record
     leads to: rows and computations whose record a crash kept from being written.
-
-    Raises:
-      StoredObjectError, StoreWriteError: if nothing can be listed, or written by the process that writes.
     """
-    keys = backend.list(tenant_prefix(owner.key))
+    listing = backend.start_list(tenant_prefix(owner.key))
+    yield [listing]
+    keys = backend.finish_list(listing)
     own = [key.removeprefix(owner.prefix).split("/") for key in keys if key.startswith(owner.prefix)]
     names: dict[str, list[str]] = {"index": [], "rows": [], "computations": []}
     for kind, *name in own:
         if kind in names and len(name) == 1:
             names[kind] += name
-    _skip_others(backend, metrics, owner, [key for key in keys if not key.startswith(owner.prefix)])
+    yield from _skip_others(backend, metrics, owner, [key for key in keys if not key.startswith(owner.prefix)])
     if backend.write_allowed:
-        backend.write({f"{owner.prefix}owner": owner.encode()})
+        writing = backend.start_write({f"{owner.prefix}owner": owner.encode()})
+        yield writing
+        backend.finish_write(writing)
 
     def skip(reason: str) -> None:
         metrics.skipped[reason] += 1
 
     number = catalog.owner(owner.key)
     for some in _batches(names["computations"]):
-        objects = dict(_read(backend, {name: owner.computation_key(name) for name in some}, skip))
+        reading = {name: backend.start_read(owner.computation_key(name)) for name in some}
+        yield list(reading.values())
+        objects = dict(_read(backend, reading, skip))
         catalog.cache = catalog.computations.file(catalog.cache, objects, owner.digest, skip)
     for some in _batches(names["index"]):
-        found = _read(backend, {name: owner.place(name).record_key for name in some}, skip)
-        entries = [_file(catalog, owner, number, page, data, skip) for page, data in found]
-        catalog.index([entry for entry in entries if entry is not None])
+        reading = {name: backend.start_read(owner.place(name).record_key) for name in some}
+        yield list(reading.values())
+        found = list(_read(backend, reading, skip))
+        for at in range(0, len(found), FILED_TOGETHER):
+            entries = [_file(catalog, owner, number, *record, skip) for record in found[at : at + FILED_TOGETHER]]
+            catalog.index([entry for entry in entries if entry is not None])
+            yield ()
     if backend.write_allowed and not catalog.is_full():
         with contextlib.suppress(StoreWriteError):  # the next opening sweeps
-            _sweep(backend, catalog, owner, names)
+            yield from _sweep(backend, catalog, owner, names)
 
 
-def _sweep(backend: Backend, catalog: Catalog, owner: Owner, names: dict[str, list[str]]) -> None:
+def _sweep(backend: Backend, catalog: Catalog, owner: Owner, names: dict[str, list[str]]) -> Iterator[Sequence[Any]]:
     indexed = set(names["index"])
-    backend.delete(owner.place(name).rows_key for name in names["rows"] if name not in indexed)
     catalog.collect()
     known = catalog.computations.number_of
-    backend.delete(owner.computation_key(name) for name in names["computations"] if name not in known)
+    left = [owner.place(name).rows_key for name in names["rows"] if name not in indexed]
+    left += [owner.computation_key(name) for name in names["computations"] if name not in known]
+    deleting = backend.start_write(dict.fromkeys(left))
+    yield deleting
+    backend.finish_write(deleting)
 
 
 def _batches(names: list[str]) -> Iterator[list[str]]:
@@ -99,10 +137,9 @@ def _batches(names: list[str]) -> Iterator[list[str]]:
         yield names[at : at + READ_AHEAD]
 
 
-def _read(backend: Backend, keys: dict[str, str], skip: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
-    """The objects there are, by name, read together."""
-    futures = {name: backend.start_read(key) for name, key in keys.items()}
-    for name, future in futures.items():
+def _read(backend: Backend, reading: dict[str, Any], skip: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
+    """The objects there are, by name."""
+    for name, future in reading.items():
         try:
             data = backend.finish_read(future)
         except StoredObjectError as error:
@@ -126,22 +163,24 @@ def _file(
     return None if name in catalog.entries else catalog.add(name, record, number)
 
 
-def _skip_others(backend: Backend, metrics: StoreMetrics, owner: Owner, keys: list[str]) -> None:
+def _skip_others(backend: Backend, metrics: StoreMetrics, owner: Owner, keys: list[str]) -> Iterator[Sequence[Any]]:
     counts: dict[str, int] = {}
     for key in keys:
         if len(parts := key.split("/")) == 4 and parts[2] == "index":
             prefix = f"{parts[0]}/{parts[1]}/"
             counts[prefix] = counts.get(prefix, 0) + 1
+    reading = {prefix: backend.start_read(f"{prefix}owner") for prefix in counts}
+    yield list(reading.values())
     for prefix, count in counts.items():
-        difference = _difference(owner, _read_owner(backend, f"{prefix}owner"))
+        difference = _difference(owner, _decode_owner(backend, reading[prefix]))
         if difference != "context":  # published and isolated rows are there for those who ask for them
             metrics.skipped[difference] += count
 
 
-def _read_owner(backend: Backend, key: str) -> Owner | None:
+def _decode_owner(backend: Backend, reading: Any) -> Owner | None:
     """The owner an object speaks of; None where it does not say."""
     try:
-        data = backend.finish_read(backend.start_read(key))
+        data = backend.finish_read(reading)
         if data is None:
             return None
         header = unpack(data)[1]
@@ -197,7 +236,8 @@ def tenant_owners(backend: Backend, namespace: str) -> list[Owner]:
     """Every owner of a tenant, whatever the model, adapter and format, and those of others who have read its rows."""
     keys = backend.list(tenant_prefix(fingerprint.key_bytes(namespace)))
     places = [key for key in keys if key.endswith("/owner") or key.split("/")[1] == READERS]
-    return [owner for place in places if (owner := _read_owner(backend, place)) is not None]
+    reading = [backend.start_read(place) for place in places]
+    return [owner for future in reading if (owner := _decode_owner(backend, future)) is not None]
 
 
 def keep_only_known(backend: Backend, catalog: Catalog, namespace: str, owners: list[Owner], shorter: set[int]) -> None:

@@ -6,7 +6,7 @@ prompt that leaves the line takes its own along.
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from irminsul.store_backend import Backend, HostTier
 from irminsul.store_catalog import Entry
 from irminsul.store_lookup import Wanted
 from irminsul.store_metrics import StoreMetrics
+from irminsul.store_owner import Opening
 from irminsul.store_record import StoredObjectError, decode_rows
 from irminsul.store_transfer import fits_pool
 from irminsul.store_writer import Place, WriteBehind
@@ -42,18 +43,19 @@ class Read:
 @dataclasses.dataclass(frozen=True)
 class ReadAhead:
     """What a store can bring of a prompt (``Store.look_ahead``), and the reads under way: of the first pages, as many
-    as there was host memory for."""
+    as there was host memory for. As long as records are ``opening`` it is not known yet."""
 
     wanted: Wanted
     reads: list[Read]
+    opening: Sequence[Opening] = ()
 
     @property
     def done(self) -> bool:
         """Whether all that is being read is here."""
-        return all(read.done for read in self.reads)
+        return all(read.done for read in self.reads) and all(opening.ready for opening in self.opening)
 
     def wait(self) -> None:
-        """Returns when it is."""
+        """Returns when all reads are done."""
         for read in self.reads:
             read.wait()
 

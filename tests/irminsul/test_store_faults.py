@@ -134,7 +134,7 @@ def test_a_store_that_cannot_be_listed_is_asked_again(model, config, empty, cold
 
     with Store(copy_of(kept), model, config) as store:
         with monkeypatch.context() as patched:
-            patched.setattr(Backend, "list", refuse)
+            patched.setattr(Backend, "finish_list", refuse)
             served = serve_stored(model, store, empty(), PROMPT)
             assert served.bins["exact"] == 0
             assert_same_bits(served, cold)
@@ -154,7 +154,7 @@ def test_a_crash_at_any_write_leaves_a_readable_store(model, config, empty, monk
     """The n-th object and all behind it are never written, for every n: what is there is served, right and in part."""
     tokens = random_tokens(2, 45)
     reference = serve(model, empty(), tokens)
-    write = Backend.write
+    start_write = Backend.start_write
 
     def crashing(limit):
         written = 0
@@ -164,8 +164,9 @@ def test_a_crash_at_any_write_leaves_a_readable_store(model, config, empty, monk
             for key, value in objects.items():
                 if written == limit:
                     raise StoreWriteError("crashed")
-                write(self, {key: value})
+                self.finish_write(start_write(self, {key: value}))
                 written += 1
+            return []
 
         return one_by_one
 
@@ -173,7 +174,7 @@ def test_a_crash_at_any_write_leaves_a_readable_store(model, config, empty, monk
     for limit in range(1, 11):  # the owner, the computation, and record and rows of four pages
         kv = memory_store()
         with monkeypatch.context() as patched, Store(kv, model, config, batch_pages=2) as store:
-            patched.setattr(Backend, "write", crashing(limit))
+            patched.setattr(Backend, "start_write", crashing(limit))
             serve_stored(model, store, empty(), tokens, "prefix")
             store._writer.wait()
         assert len(keys_of(kv)) == limit
