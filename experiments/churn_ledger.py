@@ -317,7 +317,7 @@ class Ledger:
             if not same:
                 self.violation("wrong", f"page {page} came from a tier and is none that went there", fill)
             self._note_page(page, tree, key, rows)
-            self.counts[f"{read_key(key)[CONTEXT]}_pages_from_tiers"] += 1
+            self.counts[f"{read_key(key)[CONTEXT]!s}_pages_from_tiers"] += 1
             if same:
                 self.pure[page, :fill], self.bitwise[page] = same[-1].pure, same[-1].bitwise
                 # Which of the equal pages it is that came back, only the tier knows.

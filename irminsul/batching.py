@@ -326,10 +326,9 @@ class Batcher:
         if self.ahead is None:
             self.ahead = deque(isolated_sequences(self.model, self.cache, ticket.prompt, policy, key))
         while self.ahead:
-            sequence = self.ahead[0]
-            if not isolated_path(self.cache, key, sequence, policy):
+            if not isolated_path(self.cache, key, self.ahead[0], policy):
                 try:
-                    admission = admit(self.model, self.cache, sequence, ALONE, context="isolated", **who)
+                    admission = admit(self.model, self.cache, self.ahead[0], ALONE, context="isolated", **who)
                 except PoolTooSmallError:
                     if any(self.slots):
                         raise
