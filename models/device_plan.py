@@ -65,7 +65,9 @@ def device_plan(
     total = per_device = 0
     for leaf, spec in zip(jax.tree.leaves(shapes), jax.tree.leaves(specs), strict=True):
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
-        split = math.prod(mesh_shape[axis] for axis in spec if axis is not None)
+        split = math.prod(
+            mesh_shape[axis] for over in spec if over for axis in ((over,) if isinstance(over, str) else over)
+        )
         total, per_device = total + size, per_device + size // split
     row_bytes = _row_bytes(family.row_format(config), mesh_shape, jnp.dtype(dtype).itemsize)
     room = int(memory_bytes * (1 - reserve)) - per_device

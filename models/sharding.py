@@ -1,12 +1,13 @@
 """Where the parameters of a model lie on a mesh: logical axes of every parameter, and rules from those to mesh axes.
 
-DeepSeek's own split: heads of attention, inner widths of dense layers and the vocabulary over ``tensor``, routed
-experts over ``expert``; the small projections to the latent stand everywhere, as the latent does (arXiv 2412.19437,
-section 3.4). Multiplications are split by the compiler; attention and experts, which it cannot split, by
-``irminsul.sharded_pool`` and ``models.sharded_experts``.
+DeepSeek's own split: heads of attention, inner widths of dense layers and the vocabulary over ``tensor``, whole routed
+experts over ``expert`` and ``tensor`` together; the small projections to the latent stand everywhere, as the latent
+does (arXiv 2412.19437, section 3.4). Multiplications are split by the compiler; attention and experts, which it cannot
+split, by ``irminsul.sharded_pool`` and ``models.sharded_experts``.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,14 +41,21 @@ AXES: Mapping[str, tuple[str | None, ...]] = {
     "key": (None, "heads", None),
     "value": (None, "heads", None),
 }
-RULES: Mapping[str, str] = {"vocab": TENSOR, "heads": TENSOR, "inner": TENSOR, "experts": EXPERT}
+EXPERT_AXES = ("experts", None, None)  # of a matrix of routed experts, whatever its name
+RULES: Mapping[str, tuple[str, ...]] = {
+    "vocab": (TENSOR,),
+    "heads": (TENSOR,),
+    "inner": (TENSOR,),
+    "experts": (EXPERT, TENSOR),
+}
 
 
 def logical_axes(path: tuple[str, ...], rank: int) -> tuple[str | None, ...]:
-    """Names of the axes of one parameter, from the last name of its path: layers and experts come first."""
+    """Names of the axes of one parameter, from the last name of its path: layers come first, then experts."""
     own = AXES.get(path[-1], (None,) * rank)
-    leading = rank - len(own)
-    return (*(None, "experts")[:leading], *own)
+    if rank - len(own) == 2:
+        own = EXPERT_AXES
+    return (*(None,) * (rank - len(own)), *own)
 
 
 def partition(family: Family, config: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -60,14 +68,15 @@ def partition(family: Family, config: Any, mesh: Mesh | AbstractMesh) -> Any:
     def one(path: Any, parameter: families.Parameter) -> PartitionSpec:
         names = tuple(entry.key for entry in path)
         logical = logical_axes(names, len(parameter.shape))
-        axes = [RULES[name] if name and RULES[name] in mesh.shape else None for name in logical]
-        for name, axis, length in zip(logical, axes, parameter.shape, strict=True):
-            if axis is not None and length % mesh.shape[axis]:
+        axes = [tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape) for name in logical]
+        for name, over, length in zip(logical, axes, parameter.shape, strict=True):
+            if length % math.prod(mesh.shape[axis] for axis in over):
+                sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
                 raise ValueError(
-                    f"{'.'.join(names)}: {length} {name} do not divide into {axis}={mesh.shape[axis]} devices; "
-                    f"use a mesh whose {axis!r} axis divides {length}"
+                    f"{'.'.join(names)}: {length} {name} do not divide into {sizes} devices; use a mesh whose "
+                    f"{' and '.join(map(repr, over))} divide {length}"
                 )
-        return PartitionSpec(*axes)
+        return PartitionSpec(*(over or None for over in axes))
 
     return jax.tree_util.tree_map_with_path(one, family.parameters(config), is_leaf=families.is_parameter)
 

@@ -45,7 +45,7 @@ LATENT = {
     "intermediate_size": 20,
     "max_position_embeddings": 512,
     "first_k_dense_replace": 1,
-    "n_routed_experts": 6,
+    "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_shared_experts": 1,
     "moe_intermediate_size": 12,
