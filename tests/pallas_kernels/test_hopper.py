@@ -15,6 +15,11 @@ from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, pack, split
 from tests.pallas_kernels.latent_oracle import oracle, random_problem
 from tests.tolerances import assert_close
 
+# One small program in place of dozens of single operations.
+tiled = jax.jit(tile_queries, static_argnames=("heads", "rows"))
+packed_tiles, shared_pairs = jax.jit(pack), jax.jit(split_pairs, static_argnums=2)
+unpacked = jax.jit(unpack, static_argnums=(2, 3))
+
 
 @pytest.mark.parametrize(
     ("heads", "queries"), [(1, (131,)), (8, (7, 0, 13)), (16, (1, 1, 1)), (16, (37,)), (64, (3, 2)), (128, (5,))]
@@ -23,11 +28,11 @@ def test_every_query_row_stands_in_one_tile_of_its_request(heads, queries):
     tokens = sum(queries)
     offsets = np.cumsum([0, *queries])
     position = jnp.arange(tokens, dtype=jnp.int32) + 100
-    tiles = tile_queries(position, jnp.asarray(offsets, jnp.int32), heads)
+    tiles = tiled(position, jnp.asarray(offsets, jnp.int32), heads)
     marks = jnp.arange(tokens * heads, dtype=jnp.float32).reshape(tokens, heads, 1)
-    packed = pack(tiles, marks)
+    packed = packed_tiles(tiles, marks)
     assert packed.shape[1:] == (TILE_ROWS, 1)
-    assert np.array_equal(unpack(tiles, packed, tokens, -1.0), marks)
+    assert np.array_equal(unpacked(tiles, packed, tokens, -1.0), marks)
     for request, rows, places in zip(*map(np.asarray, (tiles.request, packed[..., 0], tiles.position)), strict=True):
         token = rows[places >= 0] // heads
         assert np.all((token >= offsets[request]) & (token < offsets[request + 1]))
@@ -39,17 +44,17 @@ def test_every_query_row_stands_in_one_tile_of_its_request(heads, queries):
 @pytest.mark.parametrize("heads", [8, 32])
 def test_one_token_a_tile_stays_where_it_is(heads):
     position = jnp.asarray([7, 3, 5, 9, 11], jnp.int32)
-    tiles = tile_queries(position, jnp.asarray([1, 1, 3, 4], jnp.int32), heads, rows=heads)
+    tiles = tiled(position, jnp.asarray([1, 1, 3, 4], jnp.int32), heads, rows=heads)
     assert np.array_equal(tiles.token[:, 0], [-1, 1, 2, 3, -1])
     assert np.array_equal(tiles.last, [-1, 3, 5, 9, -1])
     assert np.array_equal(np.asarray(tiles.request)[1:4], [1, 1, 2])
     marks = jnp.arange(5 * heads * 2, dtype=jnp.float32).reshape(5, heads, 2)
-    assert np.array_equal(unpack(tiles, pack(tiles, marks), 5, -1.0), marks)
+    assert np.array_equal(unpacked(tiles, packed_tiles(tiles, marks), 5, -1.0), marks)
 
 
 def test_a_tile_knows_its_least_and_greatest_position():
     position = jnp.asarray([31, 32, 33, -1, 35], jnp.int32)
-    tiles = tile_queries(position, jnp.asarray([0, 5], jnp.int32), 16)
+    tiles = tiled(position, jnp.asarray([0, 5], jnp.int32), 16)
     # The token at -1 is padding that stands in a tile; the three missing tokens of the second tile are in none.
     assert np.array_equal(tiles.first, [-1, 35])
     assert np.array_equal(tiles.last, [33, 35])
@@ -63,9 +68,9 @@ def test_splits_fill_the_device_once():
 
 
 def test_tokens_of_no_request_stand_in_no_tile():
-    tiles = tile_queries(jnp.arange(9, dtype=jnp.int32), jnp.asarray([2, 5, 7], jnp.int32), 16)
+    tiles = tiled(jnp.arange(9, dtype=jnp.int32), jnp.asarray([2, 5, 7], jnp.int32), 16)
     assert sorted(int(x) for x in np.unique(tiles.token)) == [-1, 2, 3, 4, 5, 6]
-    assert np.all(unpack(tiles, jnp.ones((*tiles.position.shape, 1)), 9, -2.0)[jnp.asarray([0, 1, 7, 8])] == -2)
+    assert np.all(unpacked(tiles, jnp.ones((*tiles.position.shape, 1)), 9, -2.0)[np.asarray([0, 1, 7, 8])] == -2)
 
 
 def test_heads_that_do_not_fill_tiles_are_refused():
@@ -79,8 +84,8 @@ def test_splits_share_the_visible_pairs(splits):
     fields = [0 * target, 0 * target, 0 * target + 64, target, target]
     table = PageTable(*(jnp.asarray(field, jnp.int32) for field in fields))
     for position, pairs in ((0, 1), (127, 1), (128, 2), (5000, 11), (-1, 0)):
-        tiles = tile_queries(jnp.asarray([position], jnp.int32), jnp.asarray([0, 1], jnp.int32), 64)
-        bounds = np.asarray(split_pairs(tiles, table, splits))[0]
+        tiles = tiled(jnp.asarray([position], jnp.int32), jnp.asarray([0, 1], jnp.int32), 64)
+        bounds = np.asarray(shared_pairs(tiles, table, splits))[0]
         assert (bounds[0], bounds[-1], len(bounds)) == (0, pairs, splits + 1)
         assert np.all(np.diff(bounds) <= -(-pairs // splits))
         assert np.all(np.diff(bounds) >= 0)
