@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from experiments import accuracy_report, passage_questions, question_items, reference_eval, report
-from experiments.batch_serving import Served, power_of_two, remember, remember_isolated, serve
+from experiments.batch_serving import Served, few_sizes, remember, remember_isolated, serve
 from experiments.dependence_weights import layer_weights
 from experiments.divergence import divergence
 from experiments.errors import InputError
@@ -182,7 +182,7 @@ class Server:
         self.cache_config = CacheConfig(
             num_pages=POOL[items[0].task in TASKS] * longest // PAGE,
             max_prompt_tokens=longest,
-            max_new_tokens=power_of_two(forced, PAGE),
+            max_new_tokens=few_sizes(forced, PAGE),
             dtype=config.dtype,
             dependence_weights=weights,
         )

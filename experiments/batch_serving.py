@@ -2,8 +2,9 @@
 
 Planning is the cache's own, prompt by prompt on the host (``irminsul.prefill.admit``). What it leaves to compute is
 computed for all prompts in one program: every computed token of a prompt in one block, through the same paged view as
-in serving, then the tokens of a forced continuation in the rows that decoding would write, then, if asked for, a greedy
-continuation. Programs are compiled for a few block sizes, so that a study of thousands of prompts compiles a dozen.
+in serving, then the tokens of a forced continuation in the rows that decoding would write. A greedy continuation, if it
+is asked for, is a program of its own. Programs are compiled for few block sizes, since compiling them takes longer than
+running them: a study of thousands of prompts compiles half a dozen.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from irminsul.view import PagedView
 from pallas_kernels.page_table import PageTable
 
-SMALLEST_BLOCK = 128
+SMALLEST_BLOCK, BLOCK_STEP = 128, 4  # blocks have 128, 512, 2,048 ... tokens
 EXPANDED_FROM = 256  # tokens of a block from which MLA attends in the expanded form
 FRESH = get_policy("irminsul", shifted="refuse")
 
@@ -116,9 +117,18 @@ def serve(
     block = pack(admissions, asked, steps)
     # Nobody reads the rows of this request again: how far its attention went need not be measured.
     pools = tuple(_without_dependence(admission.cache.pool) for admission in admissions)
-    logits, generated, _ = compute(model, pools, block, steps=steps, storage=caches[0].config.storage, keep_pool=False)
+    storage = caches[0].config.storage
+    logits, first, after = compute(model, pools, block, storage=storage, keep_pool=steps > 0)
+    generated = jnp.zeros((len(asked), 0), jnp.int32)
+    if steps:
+        small = dataclasses.replace(block, **{name: getattr(block, name)[:, :1] for name in _OF_TOKENS})
+        generated = continue_greedily(model, after, small, first, storage=storage)
     bins = [admission.request.plan.bins for admission in admissions]
     return Served(logits, generated, bins, [len(admission.request.entries) for admission in admissions])
+
+
+# Fields of a block that are of its tokens; one of each stands for them where decoding reads none.
+_OF_TOKENS = ("tokens", "positions", "write_page", "write_row", "write_position", "copy_source", "copy_target", "kept")
 
 
 def _without_dependence(pool: LatentPool | None) -> LatentPool:
@@ -190,7 +200,7 @@ def remember(
         padded = [*admissions, *[admissions[0]] * (len(caches) - len(here))]
         block = pack(padded, [_only(admission) for admission in padded], 0)
         pools = tuple(admission.cache.pool for admission in padded)
-        _, _, pools = compute(model, pools, block, steps=0, storage=caches[0].config.storage, keep_pool=True)
+        _, _, pools = compute(model, pools, block, storage=caches[0].config.storage, keep_pool=True)
         for index, admission, pool in zip(here, admissions, pools[: len(here)], strict=True):
             cache = dataclasses.replace(admission.cache, pool=pool)
             caches[index] = complete(cache, admission.request)
@@ -229,11 +239,11 @@ def _only(admission: Admission) -> Asked:
     return Asked(plan.content.tokens, nothing, nothing)
 
 
-def power_of_two(count: int, smallest: int) -> int:
-    """The least power of two times ``smallest`` that holds ``count``: few sizes, few programs."""
+def few_sizes(count: int, smallest: int, step: int = 2) -> int:
+    """The least power of ``step`` times ``smallest`` that holds ``count``: few sizes, few programs."""
     size = smallest
     while size < count:
-        size *= 2
+        size *= step
     return size
 
 
@@ -242,9 +252,9 @@ def pack(admissions: Sequence[Admission], asked: Sequence[Asked], steps: int) ->
     config = admissions[0].cache.config
     most = max(len(a.placement.positions) + len(each.forced) for a, each in zip(admissions, asked, strict=True))
     capacity = -(-(config.max_prompt_tokens + config.max_new_tokens) // 64) * 64
-    size = min(power_of_two(most, SMALLEST_BLOCK), capacity)
+    size = min(few_sizes(most, SMALLEST_BLOCK, BLOCK_STEP), capacity)
     most_kept = max(len(each.kept) for each in asked)
-    kept = power_of_two(most_kept, 64) if most_kept else 0
+    kept = few_sizes(most_kept, 64) if most_kept else 0
     packed = [_packed(admission, each, size, kept, steps) for admission, each in zip(admissions, asked, strict=True)]
     fields = {name: np.stack([one[name] for one in packed]) for name in packed[0]}
     return Block(**jax.device_put(fields))
@@ -296,64 +306,93 @@ def _copies(placement: Any, request: Request) -> list[tuple[int, int]]:
     return [*copies, *zip(placement.private.tolist(), request.private.tolist(), strict=True)]
 
 
-@partial(jax.jit, static_argnames=("steps", "storage", "keep_pool"))
+@partial(jax.jit, static_argnames=("storage", "keep_pool"))
 def compute(
-    model: Any, pools: tuple[LatentPool, ...], block: Block, *, steps: int, storage: Any, keep_pool: bool
-) -> tuple[Float[Array, "B n V"], Int[Array, "B steps"], tuple[LatentPool, ...]]:
-    """Computes the block of every prompt. Pools go in and come out one by one, since each belongs to a cache."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pools)
+    model: Any, pools: tuple[LatentPool, ...], block: Block, *, storage: Any, keep_pool: bool
+) -> tuple[Float[Array, "B n V"], Int[Array, " B"], tuple[LatentPool, ...]]:
+    """Computes the block of every prompt: logits at the kept tokens, the most likely token behind each prompt, and the
+    pools. Pools go in and come out one by one, since each belongs to a cache."""
+    stacked = _stacked(pools)
     copies = jnp.max(jnp.sum(block.copy_target < stacked.latent_pages.shape[2], axis=1))
-    one = partial(_compute_one, model, copies=copies, steps=steps, storage=storage)
-    logits, generated, after = jax.vmap(one)(stacked, block)
-    if not keep_pool:
-        return logits, generated, ()
-    each = tuple(jax.tree.map(partial(_item, index), after) for index in range(len(pools)))
-    return logits, generated, each
+    logits, first, after = jax.vmap(partial(_compute_one, model, copies=copies, storage=storage))(stacked, block)
+    return logits, first, _unstacked(after, len(pools)) if keep_pool else ()
+
+
+@partial(jax.jit, static_argnames="storage")
+def continue_greedily(
+    model: Any, pools: tuple[LatentPool, ...], block: Block, first: Int[Array, " B"], *, storage: Any
+) -> Int[Array, "B steps"]:
+    """The tokens greedy decoding gives behind every prompt, from the first on; one for each of ``block.slots``."""
+    return jax.vmap(partial(_continue_one, model, storage=storage))(_stacked(pools), block, first)
+
+
+def _stacked(pools: tuple[LatentPool, ...]) -> LatentPool:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *pools)
+
+
+def _unstacked(pool: LatentPool, count: int) -> tuple[LatentPool, ...]:
+    return tuple(jax.tree.map(partial(_item, index), pool) for index in range(count))
 
 
 def _item(index: int, leaf: Array) -> Array:
     return leaf[index]
 
 
-def _compute_one(model: Any, pool: LatentPool, block: Block, *, copies: Int[Array, ""], steps: int, storage: Any):
+def _compute_one(model: Any, pool: LatentPool, block: Block, *, copies: Int[Array, ""], storage: Any):
     def copy_one(index, pool):
         target, source = block.copy_target[index], block.copy_source[index]
         return jax.tree.map(lambda leaf: leaf.at[:, target].set(leaf[:, source], mode="drop"), pool)
 
     pool = lax.fori_loop(0, copies, copy_one, pool)
-    size = block.tokens.shape[0]
-    latent = model.row_format.kind == "latent"
-    table = PageTable(*block.table.T[:, None])
+    where = block.write_page, block.write_row, block.write_position
+    hidden, pool = _run(model, pool, block, block.tokens, block.positions, *where, storage=storage)
+    last = hidden[jnp.minimum(block.last, len(hidden) - 1)]
+    return model.unembed(hidden[block.kept]), _likeliest(model, last), pool
 
-    def run(pool, tokens, positions, write_page, write_row, write_position):
-        count = tokens.shape[0]
-        view = PagedView(
-            pool=pool,
-            page_table=table,
-            query_position=positions,
-            query_offsets=jnp.array([0, count], jnp.int32),
-            write_page=write_page,
-            write_row=write_row,
-            write_position=write_position,
-            dependence=pool.empty_profiles(count),
-            form="expanded" if latent and count >= EXPANDED_FROM else "absorbed",
-            storage=storage,
-        )
-        hidden, view = model.forward(tokens, positions, view)
-        return hidden, view.finished_pool()
 
-    hidden, pool = run(pool, block.tokens, block.positions, block.write_page, block.write_row, block.write_position)
-    logits = model.unembed(hidden[block.kept])
-    if not steps:
-        return logits, jnp.zeros((0,), jnp.int32), pool
-
+def _continue_one(model: Any, pool: LatentPool, block: Block, first: Int[Array, ""], *, storage: Any):
     def step(carry, index):
         pool, token = carry
         position = (block.length + index)[None]
         page, row = block.slots[index]
-        hidden, pool = run(pool, token[None], position, page[None], row[None], position)
-        return (pool, jnp.argmax(model.unembed(hidden[0])).astype(jnp.int32)), token
+        where = position, page[None], row[None], position
+        hidden, pool = _run(model, pool, block, token[None], *where, storage=storage)
+        return (pool, _likeliest(model, hidden[0])), token
 
-    first = jnp.argmax(model.unembed(hidden[jnp.minimum(block.last, size - 1)])).astype(jnp.int32)
-    (pool, _), generated = lax.scan(step, (pool, first), jnp.arange(steps, dtype=jnp.int32))
-    return logits, generated, pool
+    steps = jnp.arange(len(block.slots), dtype=jnp.int32)
+    return lax.scan(step, (pool, first), steps)[1]
+
+
+def _likeliest(model: Any, hidden: Float[Array, " D"]) -> Int[Array, ""]:
+    return jnp.argmax(model.unembed(hidden)).astype(jnp.int32)
+
+
+def _run(
+    model: Any,
+    pool: LatentPool,
+    block: Block,
+    tokens: Int[Array, " M"],
+    positions: Int[Array, " M"],
+    write_page: Int[Array, " M"],
+    write_row: Int[Array, " M"],
+    write_position: Int[Array, " M"],
+    *,
+    storage: Any,
+) -> tuple[Float[Array, "M D"], LatentPool]:
+    """Final hidden states of some tokens of a request, and the pool with their rows."""
+    count = tokens.shape[0]
+    expanded = model.row_format.kind == "latent" and count >= EXPANDED_FROM
+    view = PagedView(
+        pool=pool,
+        page_table=PageTable(*block.table.T[:, None]),
+        query_position=positions,
+        query_offsets=jnp.array([0, count], jnp.int32),
+        write_page=write_page,
+        write_row=write_row,
+        write_position=write_position,
+        dependence=pool.empty_profiles(count),
+        form="expanded" if expanded else "absorbed",
+        storage=storage,
+    )
+    hidden, view = model.forward(tokens, positions, view)
+    return hidden, view.finished_pool()

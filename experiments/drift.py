@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from experiments import report
 from experiments.accuracy_report import KINDS, word
-from experiments.batch_serving import Asked, admitted, compute, pack, power_of_two, serve
+from experiments.batch_serving import Asked, admitted, compute, few_sizes, pack, serve
 from experiments.dependence_weights import layer_weights, stream
 from experiments.divergence import divergence
 from experiments.names import listed
@@ -80,7 +80,7 @@ def serve_and_keep(
     admissions = admitted(model, caches, asked, policy)
     pools = tuple(admission.cache.pool for admission in admissions)
     block = pack(admissions, asked, 0)
-    logits, _, after = compute(model, pools, block, steps=0, storage=caches[0].config.storage, keep_pool=True)
+    logits, _, after = compute(model, pools, block, storage=caches[0].config.storage, keep_pool=True)
     kept = []
     for admission, pool in zip(admissions, after, strict=True):
         kept.append(complete(dataclasses.replace(admission.cache, pool=pool), admission.request))
@@ -103,7 +103,7 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     cache_config = CacheConfig(
         num_pages=4 * longest // 64,
         max_prompt_tokens=longest,
-        max_new_tokens=power_of_two(config.scored, 64),
+        max_new_tokens=few_sizes(config.scored, 64),
         dtype=config.dtype,
         dependence_weights=layer_weights(chosen, config.stretches),
     )
