@@ -8,6 +8,7 @@ into tiles; the plan, which layers share, is made once a program of many calls. 
 host's clock around the program stands in. Ceilings are measured between the shapes, in the power state they run in.
 
 A row is one shape and one pattern of distances; ``rotation`` false is the same kernel with rotation compiled out.
+Rows of ``storage`` "unrotated" turn every key by its own position: in XLA where the form is absorbed.
 ``--quick`` takes the odd little shapes of ``arg_specs.SMALL``, which run anywhere in seconds; a CPU takes no others.
 """
 
@@ -29,6 +30,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels.compat import kernel_microseconds
+from pallas_kernels.page_table import Storage
 from pallas_kernels.rotated_latent_attention import api, hopper
 from pallas_kernels.rotated_latent_attention.arg_specs import (
     DECODE,
@@ -42,6 +44,13 @@ from pallas_kernels.rotated_latent_attention.arg_specs import (
 )
 
 PATTERNS: tuple[DeltaPattern, ...] = ("every_8_pages", "none", "every_page")
+# Shapes that are also timed with keys stored before rotation, and in which form.
+UNROTATED = {
+    "16_64_1_4096": "absorbed",
+    "128_64_1_4096": "absorbed",
+    "16_1_1024_33792": "expanded",
+    "3_1_37_131": "absorbed",
+}
 POOL_BYTES = 2**29
 REPEATS = 7
 # A program makes calls for about this long.
@@ -63,6 +72,7 @@ class Task:
     form: str
     rotation: bool
     patterns: tuple[DeltaPattern, ...]
+    storage: Storage = "base"
 
     @property
     def layers(self) -> int:
@@ -140,6 +150,8 @@ def tasks_of(spec: ArgSpec) -> list[Task]:
         tasks.append(Task(spec, "absorbed", False, PATTERNS[:1]))
     if spec.requests == 1 and spec.query_tokens > 1:
         tasks.append(Task(spec, "expanded", True, PATTERNS[:1]))
+    if form := UNROTATED.get(_shape(spec)):
+        tasks.append(Task(spec, form, True, ("none",), "unrotated"))
     return tasks
 
 
@@ -166,10 +178,11 @@ def attention(task: Task) -> Attend:
     scale = float((KEY_WIDTH + task.spec.rope_width) ** -0.5)
     if task.form == "expanded":
         implementation: api.Implementation | None = "mosaic_gpu" if api.hopper_available() else None
-        attend = partial(api.expanded_latent_attention, scale=scale, implementation=implementation)
+        settings: dict[str, Any] = {"scale": scale, "storage": task.storage, "implementation": implementation}
+        attend = partial(api.expanded_latent_attention, **settings)
         return lambda operands: lambda layer: attend(**operands | {"layer": layer})
-    if not api.hopper_available():
-        attend = partial(api.rotated_latent_attention, scale=scale)
+    if not api.hopper_available() or task.storage == "unrotated":
+        attend = partial(api.rotated_latent_attention, scale=scale, storage=task.storage)
         return lambda operands: lambda layer: attend(**operands | {"layer": layer})
 
     def planned(operands: Operands) -> Callable[[jax.Array], Any]:
@@ -222,6 +235,7 @@ def timed_rows(task: Task, program: jax.stages.Compiled, repeats: int) -> Iterat
             "kv_length": spec.kv_length,
             "rotation": task.rotation,
             "delta_pattern": pattern,
+            "storage": task.storage,
             "microseconds": round(microseconds, 2),
             "kernel_microseconds": round(statistics.median(largest), 2),
             "spread": round((max(totals) - min(totals)) / microseconds, 4),
@@ -236,14 +250,16 @@ def errors(task: Task, operands: Operands, out: jax.Array, lse: jax.Array, radia
     """Of the first and the last query against float64: norm of the error over the norm; largest of log-sum-exp."""
     layer = (task.calls - 1) % task.layers
     tokens = sorted({0, out.shape[0] - 1})
-    expected = [float64_attention(operands, token, layer, radians) for token in tokens]
+    expected = [float64_attention(operands, token, layer, radians, task.storage) for token in tokens]
     exact, exact_lse = (np.stack(parts) for parts in zip(*expected, strict=True))
     actual, actual_lse = (np.asarray(x[np.asarray(tokens)], np.float64) for x in (out, lse))
     error = np.linalg.norm(actual - exact) / np.linalg.norm(exact)
     return float(f"{error:.3g}"), float(f"{np.max(np.abs(actual_lse - exact_lse)):.3g}")
 
 
-def float64_attention(operands: Operands, token: int, layer: int, radians: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def float64_attention(
+    operands: Operands, token: int, layer: int, radians: np.ndarray, storage: Storage
+) -> tuple[np.ndarray, np.ndarray]:
     """One query over the rows it sees, on the host; pairs interleaved."""
     request = int(np.searchsorted(np.asarray(operands["query_offsets"]), token, "right")) - 1
     table = operands["page_table"]
@@ -255,7 +271,8 @@ def float64_attention(operands: Operands, token: int, layer: int, radians: np.nd
     row = np.arange(latent.shape[1])
     place = target[:, None] + row - begin[:, None]
     seen = (row >= begin[:, None]) & (row < end[:, None]) & (place <= int(operands["query_position"][token]))
-    turn = np.exp(1j * (target - base)[:, None] * radians)[:, None]
+    positions = place if storage == "unrotated" else np.broadcast_to((target - base)[:, None], place.shape)
+    turn = np.exp(1j * positions[..., None] * radians)
     turned = ((rope[..., 0::2] + 1j * rope[..., 1::2]) * turn)[seen]
     keys = np.stack([turned.real, turned.imag], axis=-1).reshape(len(turned), -1)
     latent_query, rope_query = (np.asarray(operands[name][token], np.float64) for name in ("q_latent", "q_rope"))

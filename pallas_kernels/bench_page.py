@@ -53,7 +53,7 @@ def figures(result: dict[str, Any], peers: dict[str, Any]) -> str:
     ]
     peer_times = best_peers(peers, ceilings)
     for shape, rows in by_shape(result).items():
-        turning = {row["delta_pattern"]: row for row in rows if row["form"] == "absorbed" and row["rotation"]}
+        turning = {row["delta_pattern"]: row for row in rows if _absorbed(row) and row["rotation"]}
         row, plain = turning["every_8_pages"], turning["none"]["microseconds"]
         peer = peer_times.get(shape, float("nan"))
         lines.append(
@@ -62,6 +62,8 @@ def figures(result: dict[str, Any], peers: dict[str, Any]) -> str:
             f"| {peer:.1f} | {peer / row['microseconds']:.2f} | {peer / plain:.2f} | {row['relative_error']:.1e} |"
         )
     lines += ["", *rotation_table(result), "", *expanded_table(result, peer_times)]
+    if any(row["storage"] == "unrotated" for row in result["rows"]):
+        lines += ["", *unrotated_table(result)]
     return "\n".join(lines) + "\n"
 
 
@@ -72,9 +74,7 @@ def rotation_table(result: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for shape, rows in by_shape(result).items():
-        times = {
-            (row["rotation"], row["delta_pattern"]): row["microseconds"] for row in rows if row["form"] == "absorbed"
-        }
+        times = {(row["rotation"], row["delta_pattern"]): row["microseconds"] for row in rows if _absorbed(row)}
         without = times.get((False, "every_8_pages"))
         if without:
             lines.append(
@@ -98,6 +98,23 @@ def expanded_table(result: dict[str, Any], peer_times: dict[Shape, float]) -> li
                 f"| {_name(shape)} | {times['absorbed']:.1f} | {times['expanded']:.1f} "
                 f"| {peer_times.get(shape, float('nan')):.1f} |"
             )
+    return lines
+
+
+def unrotated_table(result: dict[str, Any]) -> list[str]:
+    """Keys stored before rotation beside keys stored at their first position, without distances or every 8 pages."""
+    lines = ["| H, B, T, L | form | keys stored unrotated, us | keys stored rotated, us |", "|---|---|---|---|"]
+    for shape, rows in by_shape(result).items():
+        for row in rows:
+            if row["storage"] == "unrotated":
+                pattern = "none" if row["form"] == "absorbed" else "every_8_pages"
+                others = (
+                    other["microseconds"]
+                    for other in rows
+                    if (other["form"], other["rotation"], other["delta_pattern"], other["storage"])
+                    == (row["form"], True, pattern, "base")
+                )
+                lines.append(f"| {_name(shape)} | {row['form']} | {row['microseconds']:.1f} | {next(others):.1f} |")
     return lines
 
 
@@ -143,7 +160,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             (_spec(shape).flops / _spec(shape).row_bytes, row["tflops"])
             for shape, rows in by_shape(result).items()
             for row in rows
-            if shape[0] == heads and row["form"] == "absorbed" and row["rotation"] and row["delta_pattern"] != "none"
+            if shape[0] == heads and _absorbed(row) and row["rotation"] and row["delta_pattern"] != "none"
         ]
         if points:
             axes.plot(*zip(*points, strict=True), marker, label=f"H = {heads}", fillstyle="none")
@@ -153,6 +170,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
     with matplotlib.rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def _absorbed(row: Row) -> bool:
+    return row["form"] == "absorbed" and row["storage"] == "base"
 
 
 def _name(shape: Shape) -> str:

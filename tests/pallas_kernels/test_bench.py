@@ -24,11 +24,13 @@ def test_writes_rows_and_ceilings(tmp_path, capsys):
         ("absorbed", "every_8_pages"),
         ("absorbed", "none"),
         ("absorbed", "every_page"),
+        ("absorbed", "none"),
         ("expanded", "every_8_pages"),
     ]
+    assert [row["storage"] for row in rows] == ["base", "base", "base", "unrotated", "base"]
     assert all((row["heads"], row["batch"], row["query_tokens"], row["kv_length"]) == (3, 1, 37, 131) for row in rows)
     assert all(row["microseconds"] > 0 and row["rotation"] for row in rows)
-    assert all(row["relative_error"] < 1e-6 for row in rows[:3])
+    assert all(row["relative_error"] < 1e-6 for row in rows[:4])
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
 
 

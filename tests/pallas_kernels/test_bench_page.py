@@ -11,10 +11,10 @@ CEILINGS = {"copy_gbps": 4000.0, "matmul_tflops": 500.0}
 DIRECTORY = Path(__file__).parents[2] / "docs" / "benchmarks"
 
 
-def row(shape, microseconds, pattern="every_8_pages", rotation=True, form="absorbed"):
+def row(shape, microseconds, pattern="every_8_pages", rotation=True, form="absorbed", storage="base"):
     return {
         **dict(zip(bench_page.SHAPE, shape, strict=True)), "form": form, "rotation": rotation, "delta_pattern": pattern,
-        "microseconds": microseconds, "kernel_microseconds": microseconds - 1, "tflops": 100.0, "gbps": 1000.0,
+        "storage": storage, "microseconds": microseconds, "kernel_microseconds": microseconds - 1, "tflops": 100.0, "gbps": 1000.0,
         "relative_error": 2e-3,
     }  # fmt: skip
 
@@ -31,6 +31,7 @@ RESULT = {
         row(EXTEND, 20000.0),
         row(EXTEND, 19000.0, "none"),
         row(EXTEND, 5000.0, form="expanded"),
+        row(EXTEND, 5500.0, "none", form="expanded", storage="unrotated"),
     ],
 }
 PEERS = {
@@ -57,7 +58,8 @@ def test_tables_state_ratios():
     assert "| 16, 64, 1, 4096 | 100.0 | +1.0% | 99.0 | 123.0 |" in text
     assert "| 128, 1, 1024, 33792 | 20000.0 | 5000.0 | 18000.0 |" in text
     # No row without rotation to compare with, no expanded form: not in those tables.
-    assert text.count("128, 1, 1024, 33792") == 2 == text.count("16, 64, 1, 4096")
+    assert "| 128, 1, 1024, 33792 | expanded | 5500.0 | 5000.0 |" in text
+    assert text.count("128, 1, 1024, 33792") == 3 == 1 + text.count("16, 64, 1, 4096")
 
 
 def test_page_is_written_between_its_marks(tmp_path):
