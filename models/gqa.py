@@ -22,7 +22,7 @@ from models.families import Family, Parameter, RowFormat, Tensor
 from models.published import head_bias, linear, verbatim
 from models.rotary import RopeParameters, attention_amplitude, layer_table, rope_parameters
 from models.rotary import table as table_of_rotations
-from pallas_kernels.experts_swiglu.api import swiglu_of_layer, takes_kernel
+from pallas_kernels.experts_swiglu.api import kernel_takes_down, swiglu_of_layer, takes_kernel
 from pallas_kernels.mesh_axes import TENSOR, split_axes
 from pallas_kernels.rotary import RotaryTable, rotate
 
@@ -200,13 +200,13 @@ def decoder_layer(
 ) -> tuple[Float[Array, "M D"], Any]:
     """Pre-norm attention and feed-forward, each added to the residual stream.
 
-    ``stacked`` holds the feed-forward of all layers where ``params`` lacks that of this one.
+    ``stacked`` holds what ``params`` lacks of the feed-forward of this layer, of all layers.
     """
     x = layers.rms_norm(hidden, params["input_norm"], config.rms_norm_eps)
     out, kv = attention(params["attention"], config, rotary, positions, layer, x, kv)
     hidden = hidden + out
     x = layers.rms_norm(hidden, params["post_norm"], config.rms_norm_eps)
-    feed = params["mlp"] if stacked is None else stacked
+    feed = {**params["mlp"], **(stacked or {})}
     matrices = feed["gate"], feed["up"], feed["down"]
     if stacked is None:
         return hidden + layers.swiglu(x, *matrices), kv
@@ -245,8 +245,10 @@ def _run(params, rotary, config, tokens, positions, kv, *, collect):
     layer = partial(decoder_layer, config=config, rotary=rotary, positions=positions)
     scanned = params["layers"]
     if _keeps_feed_forward_whole(scanned["mlp"], hidden.dtype, kv):
-        layer = partial(layer, stacked=scanned["mlp"])
-        scanned = {name: leaf for name, leaf in scanned.items() if name != "mlp"}
+        kept = ("gate", "up", "down") if kernel_takes_down(*hidden.shape) else ("gate", "up")
+        layer = partial(layer, stacked={name: scanned["mlp"][name] for name in kept})
+        cut = {name: leaf for name, leaf in scanned["mlp"].items() if name not in kept}
+        scanned = {**scanned, "mlp": cut}
     return layers.scan_layers(layer, scanned, 0, hidden, kv, collect=collect)
 
 

@@ -48,6 +48,9 @@ def swiglu(
 
 def unembed(hidden: Float[Array, "*batch D"], table: Float[Array, "V D"]) -> Float[Array, "*batch V"]:
     """Float32 logits from the final hidden states and a head laid out like an embedding."""
+    if hidden.ndim == 1 and table.dtype == jnp.bfloat16:
+        # As a product of a matrix and a vector XLA would write the table out in float32 first.
+        return jnp.sum(table.astype(jnp.float32) * hidden.astype(jnp.float32)[None], axis=1)
     return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
 
 

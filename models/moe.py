@@ -49,15 +49,17 @@ def route(
 def largest(choice: Float[Array, "M E"], count: int) -> Int[Array, "M K"]:
     """Indices of the ``count`` largest of each row, largest first and the first of equals, as ``lax.top_k``.
 
-    On a GPU ``top_k`` sorts each row; counting what is larger than each is one pass, and picking by rank another.
+    On a GPU ``top_k`` sorts each row; counting what is larger than each is one pass, and picking by rank another. The
+    count is written out: as a sum over an axis it took XLA 18 us for 4,096 tokens and 287 us for 5,120.
     """
     experts = choice.shape[1]
     if not hopper_available() or experts > COUNTED_EXPERTS:
         return jax.lax.top_k(choice, count)[1]
     index = jnp.arange(experts, dtype=jnp.int32)
-    mine, other = choice[:, :, None], choice[:, None, :]
-    ahead = (other > mine) | ((other == mine) & (index[None, None, :] < index[None, :, None]))
-    rank = jnp.sum(ahead, axis=2, dtype=jnp.int32)
+    rank = jnp.zeros(choice.shape, jnp.int32)
+    for other in range(experts):
+        theirs = choice[:, other : other + 1]
+        rank += ((theirs > choice) | ((theirs == choice) & (other < index)[None])).astype(jnp.int32)
     picked = jnp.where(rank[:, None, :] == jnp.arange(count)[None, :, None], index[None, None], 0)
     return jnp.minimum(jnp.sum(picked, axis=2, dtype=jnp.int32), experts - 1)
 

@@ -86,12 +86,22 @@ def swiglu_of_layer(
     x: Float[Array, "M D"],
     gate: Float[Array, "L D F"],
     up: Float[Array, "L D F"],
-    down: Float[Array, "L F D"],
+    down: Float[Array, "*L F D"],
     layer: Int[Array, ""],
     *,
     valid: Bool[Array, " M"],
 ) -> Float[Array, "M D"]:
-    """The gated feed-forward of one layer among all, on a Hopper GPU (``hopper.swiglu``), which leaves out padding."""
+    """The gated feed-forward of one layer among all, on a Hopper GPU (``hopper.swiglu``), which leaves out padding.
+
+    ``down`` is of all layers, or, for fewer tokens than ``kernel_takes_down`` wants, of this one.
+    """
     from pallas_kernels.experts_swiglu import hopper
 
     return hopper.swiglu(x, gate, up, down, layer, valid=valid)
+
+
+def kernel_takes_down(tokens: int, width: int) -> bool:
+    """Whether ``swiglu_of_layer`` reads ``down`` where it is; else it is best cut out by who loops over the layers."""
+    from pallas_kernels.experts_swiglu import hopper
+
+    return hopper.fills_gpu(tokens, width)

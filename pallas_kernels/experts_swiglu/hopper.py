@@ -54,6 +54,9 @@ def experts_swiglu(
         experts = jnp.where(valid[:, None], experts, gate.shape[1])
     together = shared is not None and goes_along(x.shape[0], gate.shape[-1], shared[0].shape[-1])
     tiles, counts = lay_out(experts, gate.shape[1]), experts < gate.shape[1]
+    # Fused into the sum over choices they would be worked out anew for every element of it.
+    token, place, expert, used = lax.optimization_barrier((tiles.token, tiles.place, tiles.expert, tiles.used))
+    tiles = Tiles(token, place, expert, used, tiles.rows)
     if together:
         assert shared is not None
         parts = shared[0].shape[-1] // gate.shape[-1]
@@ -81,7 +84,7 @@ def swiglu(
     x: Float[Array, "M D"],
     gate: Float[Array, "L D F"],
     up: Float[Array, "L D F"],
-    down: Float[Array, "L F D"],
+    down: Float[Array, "*L F D"],
     layer: Int[Array, ""],
     *,
     valid: Bool[Array, " M"],
@@ -90,12 +93,13 @@ def swiglu(
     """``(silu(x W_gate) * x W_up) W_down`` of one layer's one expert, without laying anything out.
 
     Tiles behind the last of the ``valid`` tokens are left out; the rows of tokens that are not valid are 0. Where few
-    tokens make too few tiles of the second product, XLA computes it, which splits its depth, too.
+    tokens make too few tiles of the second product (``fills_gpu``) XLA computes it, which splits its depth, too; it may
+    then be given as that of the layer.
 
     Raises:
       NotImplementedError: for widths or dtypes the kernel does not take.
     """
-    gate, up, down = (matrix[:, None] for matrix in (gate, up, down))
+    gate, up = gate[:, None], up[:, None]
     reason = unsupported(x.dtype, gate)
     if reason is not None:
         raise NotImplementedError(f"swiglu: the Hopper kernel cannot take {reason}; use layers.swiglu")
@@ -108,11 +112,19 @@ def swiglu(
     tiles = Tiles(order, order[:count, None], expert, -(-last // rows), rows)
     multiply = partial(_multiply, tiles, layer, interpret=interpret)
     inner = multiply(x, (gate, up))
-    if tiles.expert.shape[0] * down.shape[-1] < FEWEST_PROGRAMS * 2 * STORED_COLUMNS:
-        out = jnp.dot(inner, lax.dynamic_index_in_dim(down, layer, keepdims=False)[0])
+    if down.ndim == 2:
+        out = jnp.dot(inner, down)
+    elif fills_gpu(count, down.shape[-1]):
+        out = multiply(inner, (down[:, None],))
     else:
-        out = multiply(inner, (down,))
+        out = jnp.dot(inner, lax.dynamic_index_in_dim(down, layer, keepdims=False))
     return jnp.where(valid[:, None], out[:count], 0)
+
+
+def fills_gpu(tokens: int, width: int) -> bool:
+    """Whether the second product of ``swiglu`` has enough tiles for a kernel."""
+    rows = SUBTILE_ROWS if tokens <= 2 * SUBTILE_ROWS else 2 * SUBTILE_ROWS
+    return -(-tokens // rows) * width >= FEWEST_PROGRAMS * 2 * STORED_COLUMNS
 
 
 class Tiles(NamedTuple):

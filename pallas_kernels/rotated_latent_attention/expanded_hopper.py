@@ -284,7 +284,9 @@ def _body(
     values_used, turn, query_rope=None, rope_keys=None,
 ):  # fmt: skip
     *turned_refs, out_ref, lse_ref, mass_ref = refs
-    head, tile, me = lax.axis_index("head"), lax.axis_index("tile"), lax.axis_index("warpgroup")
+    head, me = lax.axis_index("head"), lax.axis_index("warpgroup")
+    # The last queries see the most rows: their tiles begin first, so that none of them is left when others are done.
+    tile = steps_ref.shape[0] - 1 - lax.axis_index("tile")
     key_head = head // group
     steps = steps_ref[tile]
 
