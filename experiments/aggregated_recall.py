@@ -8,6 +8,7 @@ served from a prompt whose header is ``move`` tokens shorter, as in ``experiment
 Every entry is attended to (``index_topk`` is out of reach): an indexer is trained by distillation, which is left out.
 """
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     if not all(text.strip().isdigit() and int(text) < HEADER for text in config.moves.split(",")):
         raise InputError(f"moves={config.moves!r} must be distances from 0 to {HEADER - 1}, as in '0,1,16'")
     steps, count = (3, 2) if config.quick else (config.steps, config.prompts)
-    params, losses = train(config, steps)
+    params, losses = trained(config, steps, out / "trained.npz")
     rows = ask(config, params, [int(text) for text in config.moves.split(",")], count)
     summary = summarise(rows) | {"final_loss": losses[-1][1], "trained_accuracy": accuracy_of(rows, "full", True)}
     return {
@@ -94,6 +95,22 @@ def loss_of(params: Any, tokens: Int[np.ndarray, "N T"]) -> Any:
     logits = jax.vmap(lambda prompt: aggregated.forward(params, MODEL, prompt)[0])(tokens)
     asked = jnp.arange(QUESTION, LENGTH, 2)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits[:, asked], tokens[:, asked + 1]))
+
+
+def trained(config: ConfigDict, steps: int, kept: Path) -> tuple[Any, list[tuple[int, float]]]:
+    """``train``, or what an earlier run with the same settings left in the file ``kept``: asking takes a processor."""
+    settings = json.dumps([steps, config.batch, config.learning_rate, config.seed])
+    params = aggregated.init(MODEL, config.seed, bias=0.1)
+    leaves, tree = jax.tree.flatten(params)
+    if kept.exists():
+        with np.load(kept) as saved:
+            if str(saved["settings"]) == settings:
+                params = jax.tree.unflatten(tree, [jnp.asarray(saved[f"leaf {at}"]) for at in range(len(leaves))])
+                return params, [(int(step), float(loss)) for step, loss in saved["losses"]]
+    params, losses = train(config, steps)
+    arrays = {f"leaf {at}": np.asarray(leaf) for at, leaf in enumerate(jax.tree.leaves(params))}
+    np.savez(kept, settings=settings, losses=np.asarray(losses), **arrays)
+    return params, losses
 
 
 def train(config: ConfigDict, steps: int) -> tuple[Any, list[tuple[int, float]]]:
