@@ -26,7 +26,6 @@ from tqdm import tqdm
 
 from experiments import accuracy_report, passage_questions, question_items, reference_eval, report
 from experiments.batch_serving import Served, few_sizes, remember, remember_isolated, serve
-from experiments.dependence_weights import layer_weights
 from experiments.divergence import divergence
 from experiments.errors import InputError
 from experiments.names import listed
@@ -122,7 +121,7 @@ def serve_unit(config: str, model: str, task: str, start: int) -> list[dict[str,
     size = min(settings.batch, settings.samples)
     padded = [items[index % len(items)] for index in range(size)]  # batches of one size are served by the same programs
     with jax.default_matmul_precision(precision):
-        server = Server(chosen, settings, padded, _weights(model, settings.dtype, settings.stretches))
+        server = Server(chosen, settings, padded)
         rows = server.rows(lanes, len(items))
     return [{"model": Path(model).name, "weights": chosen.note, **row} for row in rows]
 
@@ -130,11 +129,6 @@ def serve_unit(config: str, model: str, task: str, start: int) -> list[dict[str,
 @lru_cache(maxsize=1)
 def _subject(model: str, dtype: str) -> Subject:
     return subject(model, dtype)
-
-
-@lru_cache(maxsize=1)
-def _weights(model: str, dtype: str, stretches: int) -> tuple[float, ...]:
-    return layer_weights(_subject(model, dtype), stretches)
 
 
 _planter: Callable[[], Planter] = lru_cache(maxsize=1)(reference_eval.planter)
@@ -172,10 +166,10 @@ class Server:
     """Serves a batch of items of one task under policies.
 
     All policies of an item read the same cache, which stays as it is; those whose provenance is ``isolated`` read
-    another, in which every chunk was computed behind the sink alone. ``weights`` of the layers go into dependence.
+    another, in which every chunk was computed behind the sink alone.
     """
 
-    def __init__(self, chosen: Subject, config: ConfigDict, items: Sequence[Item], weights: tuple[float, ...] = ()):
+    def __init__(self, chosen: Subject, config: ConfigDict, items: Sequence[Item]):
         self.chosen, self.model, self.config, self.items = chosen, chosen.model, config, items
         longest = min(self.model.max_position, config.length + LAST_CONTEXT)
         forced = max(config.new_tokens, *(len(item.asked.forced) for item in items))
@@ -184,7 +178,6 @@ class Server:
             max_prompt_tokens=longest,
             max_new_tokens=few_sizes(forced, PAGE),
             dtype=config.dtype,
-            dependence_weights=weights,
         )
         self.asked = [item.asked for item in items]
         self.steps = config.new_tokens if items[0].wanted else 0

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from experiments import accuracy_report, report
 from experiments.names import listed
 
-SHARED = ("dtype", "mode", "questions", "new_tokens", "stretches")
+SHARED = ("dtype", "mode", "questions", "new_tokens")
 
 
 def finished_rows(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

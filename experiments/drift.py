@@ -27,18 +27,18 @@ from tqdm import tqdm
 from experiments import report
 from experiments.accuracy_report import KINDS, word
 from experiments.batch_serving import Asked, admitted, compute, few_sizes, pack, serve
-from experiments.dependence_weights import layer_weights, stream
 from experiments.divergence import divergence
 from experiments.names import listed
 from experiments.passage_questions import mean_interval
 from experiments.plots import STYLE
 from experiments.reuse_policies import lane
-from experiments.subjects import subject
+from experiments.subjects import documents, subject
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.policies import Policy
 from irminsul.prefill import complete
 
 HEADER = (24, 96)  # tokens of a turn's header
+MOST_DOCUMENTS = 60
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
         config = ConfigDict({**config.to_dict(), "turns": 5, "sessions": 1, "messages": 4})
     policies = [lane(name) for name in listed(config.policies)]
     chosen = subject(config.model, config.dtype)
-    text, rng = stream(chosen, config.text), np.random.default_rng(config.seed)
+    text = np.concatenate([chosen.encode(document) for document in documents(config.text)[0][:MOST_DOCUMENTS]])
+    rng = np.random.default_rng(config.seed)
     sessions = [session(text, chosen.bos, rng, config) for _ in range(config.sessions)]
     longest = HEADER[1] + 1 + config.messages * config.message
     cache_config = CacheConfig(
@@ -105,7 +106,6 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
         max_prompt_tokens=longest,
         max_new_tokens=few_sizes(config.scored, 64),
         dtype=config.dtype,
-        dependence_weights=layer_weights(chosen, config.stretches),
     )
     empty = [new_cache(cache_config, chosen.model.row_format) for _ in sessions]
     caches = {each.name: empty for each in policies}

@@ -3,8 +3,7 @@
 A name is one of ``irminsul.policies``, or ``NAME:BUDGET`` for those that recompute on a budget (``epic:32`` tokens a
 chunk, ``cacheblend:0.15`` and ``irminsul+repair:0.15`` of the reused tokens), or one of the variants: ``irminsul-no-
 carve-out`` reuses rows from position 0 on, ``exact`` and ``isolated`` serve what ``Policy.provenance`` of that name
-allows (``irminsul`` itself is ``same_namespace``). ``irminsul+repair-first-8:0.15`` spends its budget on the first 8
-tokens of each run before all others. ``oracle:0.05`` is the bound that repair is compared with.
+allows (``irminsul`` itself is ``same_namespace``). ``oracle:0.05`` is the bound that repair is compared with.
 """
 
 import dataclasses
@@ -13,7 +12,6 @@ from experiments.errors import InputError
 from irminsul.policies import Policy, get_policy
 
 ORACLE = "oracle:"
-FIRST = "-first-"
 VARIANTS = {
     "irminsul-no-carve-out": get_policy("irminsul", sink_tokens=0),
     "exact": get_policy("irminsul", provenance="exact"),
@@ -45,10 +43,6 @@ def lane(name: str) -> Lane:
     if name in VARIANTS:
         return Lane(name, VARIANTS[name])
     try:
-        kind, first, rest = name.partition(FIRST)
-        if first:
-            tokens, _, budget = rest.partition(":")
-            return Lane(name, get_policy(f"{kind}:{budget}", name=name, repair_tokens=int(tokens)))
         if name.startswith(ORACLE):
             return Lane(name, get_policy("irminsul"), float(name.removeprefix(ORACLE)))
         return Lane(name, get_policy(name))

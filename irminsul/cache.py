@@ -41,8 +41,6 @@ class CacheConfig:
       dtype: of the rows.
       eviction: which pages go when the pool is full (``eviction.py``): ``lru`` or by ``value``.
       dependence: keep with each token how far left its attention went (``dependence.py``), which repair goes by.
-      dependence_weights: what each layer's attention counts in it, for instance as ``experiments.dependence_weights``
-        fits it to a model; a plain mean if empty.
       chunking: cuts, segments and anchors.
     """
 
@@ -54,16 +52,12 @@ class CacheConfig:
     dtype: str = "float32"
     eviction: Eviction = "lru"
     dependence: bool = True
-    dependence_weights: tuple[float, ...] = ()
     chunking: ChunkingConfig = ChunkingConfig()
 
     def __post_init__(self):
         for name in ("num_pages", "page_size", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        weights = self.dependence_weights
-        if weights and (min(weights) < 0 or not 0.99 < sum(weights) < 1.01):
-            raise ValueError(f"dependence_weights={weights} must not be negative and must have the sum 1")
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must not be negative")
         if self.storage not in ("base", "unrotated"):
@@ -137,10 +131,7 @@ def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
     """An empty cache; without ``row_format`` it plans and keeps the tree, but holds no rows."""
     pool = None
     if row_format is not None:
-        pool = new_pool(
-            row_format, config.num_pages, config.page_size, config.dtype,
-            dependence=config.dependence, layer_weights=config.dependence_weights,
-        )  # fmt: skip
+        pool = new_pool(row_format, config.num_pages, config.page_size, config.dtype, dependence=config.dependence)
     return ContentCache(
         pool=pool,
         tree=page_tree.new_page_tree(config.num_pages, config.page_size),

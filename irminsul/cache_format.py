@@ -79,7 +79,9 @@ class CacheFormat:
             dtype=config.dtype,
             storage=config.storage,
             page_size=config.page_size,
-            dependence=_dependence(config) if getattr(config, "dependence", False) else "",
+            dependence=f"{np.dtype(DEPENDENCE_DTYPE).name}{list(DISTANCES)} {MEASURE}"
+            if getattr(config, "dependence", False)
+            else "",
             chunking=digest(repr(config.chunking).encode()),
             **row,
         )
@@ -115,11 +117,6 @@ class CacheFormat:
         if not isinstance(fields, dict) or set(fields) != names:
             raise ValueError(f"cache format {text[:80]!r} does not have the fields {sorted(names)}")
         return cls(**fields)
-
-
-def _dependence(config: CacheConfig) -> str:
-    weights = f" {list(config.dependence_weights)}" if config.dependence_weights else ""
-    return f"{np.dtype(DEPENDENCE_DTYPE).name}{list(DISTANCES)} {MEASURE}{weights}"
 
 
 def rotary_digest(table: RotaryTable) -> str:

@@ -7,9 +7,10 @@ position inside,
 
     share = 1 - exp(logaddexp(lse_inside, lse_sink) - lse_total)
 
-Of the heads of a layer the largest share counts, and of the layers the mean, weighted if ``CacheConfig`` says how. By
-the largest of all layers nearly every token would look dependent: some head somewhere looks far away whatever the token
-says (``docs/log.md``).
+Of the heads of a layer the largest share counts, and of the layers the mean of the middle half. By the largest of all
+layers nearly every token would look dependent: some head somewhere looks far away whatever the token says. The outer
+layers blur the mean: no row depends on what the last layer attends to, and what the first ones do tells little of what
+a token means (``docs/log.md``).
 
 Distances stand a quarter of an octave apart. What a token took from outside may lie hardly further away than the edge
 of its span: where octaves were kept, a reference 720 tokens behind the edge to a heading 1,000 tokens back lost half of
@@ -25,7 +26,12 @@ from jaxtyping import Float, Int
 
 DISTANCES = tuple(round(2 ** (quarter / 4)) for quarter in range(12, 49))  # 8 to 4096
 DEPENDENCE_DTYPE = jnp.float16  # of shares between 0 and 1
-MEASURE = "mean of layers"  # part of the cache format
+MEASURE = "mean of the middle half of layers"  # part of the cache format
+
+
+def middle_layers(layers: int) -> tuple[int, int]:
+    """The layers ``[begin, end)`` that count, of so many."""
+    return layers // 4, layers - layers // 4
 
 
 def dependence_at(profile: Float[np.ndarray, "M K"], offset: Int[np.ndarray, " M"]) -> Float[np.ndarray, " M"]:

@@ -44,7 +44,7 @@ class Policy:
       sink: tokens of that sink; by default BOS, repeated up to ``sink_tokens``.
       repair: which tokens of shifted spans are recomputed (``repair.py``): the ``leading`` ones of each run, those of
         largest ``deviation``, or those of largest ``dependence``.
-      repair_tokens: how many of each run, for ``leading``; for the others they come first, within the budget.
+      repair_tokens: how many of each run, for ``leading``.
       repair_fraction: how many of all shifted tokens at most, for the others.
     """
 

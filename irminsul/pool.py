@@ -20,8 +20,7 @@ class LatentPool:
     """Rows of every layer: for MLA ``c_kv`` and ``k_r``, for GQA values and keys (``latent`` and ``rope`` in turn).
 
     ``dependence`` says of each token how far left its attention went when its rows were computed (``dependence.py``);
-    None where the cache does not keep it; ``layer_weights`` is what each layer counts in it, all alike if empty.
-    ``latent_scale`` is what the codes of quantised latents are multiplied by
+    None where the cache does not keep it. ``latent_scale`` is what the codes of quantised latents are multiplied by
     (``row_quantisation.py``). ``index_pages`` holds indexer keys, of the ``F`` layers that choose what they attend to
     (``indexed_view.py``). The second axis of every array counts pages.
     """
@@ -31,7 +30,6 @@ class LatentPool:
     dependence: Float[Array, "K N G"] | None = None
     latent_scale: Float[Array, "L N G"] | None = None
     index_pages: Float[Array, "F N G D"] | None = None
-    layer_weights: tuple[float, ...] = struct.field(pytree_node=False, default=())
 
     @property
     def num_pages(self) -> int:
@@ -51,28 +49,13 @@ class LatentPool:
 
 
 def new_pool(
-    row_format: Any,
-    num_pages: int,
-    page_size: int,
-    dtype: Any,
-    *,
-    dependence: bool = False,
-    layer_weights: tuple[float, ...] = (),
-    lanes: int | None = None,
+    row_format: Any, num_pages: int, page_size: int, dtype: Any, *, dependence: bool = False, lanes: int | None = None
 ) -> LatentPool:
     """An empty pool for rows of ``row_format`` (``num_layers``, ``latent_width``, ``rope_width``).
 
     Rotary keys of MLA are widened to whole ``lanes``, by default those of the device: a TPU pads rows to 128 values
     anyway, and keeps narrower ones with the page axis last, where no page can be copied by itself.
-
-    Raises:
-      ValueError: if there are not as many ``layer_weights`` as layers.
     """
-    if layer_weights and len(layer_weights) != row_format.num_layers:
-        raise ValueError(
-            f"dependence_weights has {len(layer_weights)} numbers for {row_format.num_layers} layers; give one a "
-            "layer, or none for a plain mean"
-        )
     lanes = lanes or (TPU_LANES if jax.default_backend() == "tpu" else 1)
     width = row_format.rope_width
     shape = (row_format.num_layers, num_pages, page_size)
@@ -84,7 +67,6 @@ def new_pool(
             KEY_DTYPE if quantised else dtype,
         ),
         dependence=jnp.zeros((len(DISTANCES), *shape[1:]), DEPENDENCE_DTYPE) if dependence else None,
-        layer_weights=layer_weights,
         latent_scale=jnp.ones(shape, jnp.float32) if quantised else None,
         index_pages=jnp.zeros(
             (row_format.index_layers, *shape[1:], row_format.index_width), KEY_DTYPE if quantised else dtype

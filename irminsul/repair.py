@@ -46,16 +46,14 @@ def choose_repairs(
     Args:
       policy: says how, and how many.
       offset: of each token in its run, for ``leading``.
-      score: of each token, for the other choices, behind the first ``repair_tokens`` of every run; tokens that score 0
-        are not recomputed, whatever the budget.
+      score: of each token, for the other choices; tokens that score 0 are not recomputed, whatever the budget.
     """
-    leading = offset < policy.repair_tokens
     if policy.repair == "leading":
-        return leading
+        return offset < policy.repair_tokens
     assert score is not None
     budget = int(policy.repair_fraction * len(offset))
     chosen = np.zeros(len(offset), bool)
-    chosen[np.lexsort((-score, ~leading))[:budget]] = True
+    chosen[np.argsort(-score, kind="stable")[:budget]] = True
     return chosen & (score > 0)
 
 

@@ -47,7 +47,7 @@ def pool_specs(pool: LatentPool, kind: str) -> LatentPool:
         "latent_scale": None if pool.latent_scale is None else scalars,
         "index_pages": None if pool.index_pages is None else spec(None, SEQUENCE, None, None, among=axes),
     }
-    return LatentPool(**specs, layer_weights=pool.layer_weights)  # a tree of specs in the shape of a pool
+    return LatentPool(**specs)  # a tree of specs in the shape of a pool
 
 
 def attend_on_mesh(
@@ -180,23 +180,14 @@ def copy_pages(
     )(pool, source, target, count)
 
 
-def new_pool(
-    row_format: Any,
-    num_pages: int,
-    page_size: int,
-    dtype: Any,
-    *,
-    dependence: bool = False,
-    layer_weights: tuple[float, ...] = (),
-) -> LatentPool:
+def new_pool(row_format: Any, num_pages: int, page_size: int, dtype: Any, *, dependence: bool = False) -> LatentPool:
     """``pool.new_pool``, made in its parts on the devices of the mesh in use.
 
     Raises:
       ValueError: naming what does not divide into the mesh.
       NotImplementedError: as ``pool_specs``.
     """
-    settings = {"dependence": dependence, "layer_weights": layer_weights}
-    make = partial(whole.new_pool, row_format, num_pages, page_size, dtype, **settings)
+    make = partial(whole.new_pool, row_format, num_pages, page_size, dtype, dependence=dependence)
     if not split_axes(SEQUENCE, TENSOR):
         return make()
     pages, heads = axis_size(SEQUENCE), axis_size(TENSOR)

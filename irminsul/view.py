@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from irminsul import indexed_view
-from irminsul.dependence import DISTANCES
+from irminsul.dependence import DISTANCES, middle_layers
 from irminsul.pool import LatentPool
 from irminsul.row_quantisation import quantise
 from irminsul.sharded_pool import attend_on_mesh, set_rows
@@ -259,8 +259,8 @@ class PagedView:
     def _with_reach(self, pool: LatentPool, reach: Float[Array, "M K"] | None, layer: Int[Array, ""]) -> "PagedView":
         if self.dependence is None or reach is None:
             return dataclasses.replace(self, pool=pool)
-        layers = pool.latent_pages.shape[0]
-        counted = jnp.asarray(pool.layer_weights)[layer] if pool.layer_weights else 1 / layers
+        begin, end = middle_layers(pool.latent_pages.shape[0])
+        counted = jnp.where((layer >= begin) & (layer < end), 1 / (end - begin), 0.0)
         return dataclasses.replace(self, pool=pool, dependence=self.dependence + counted * reach)
 
     def _stored_key(self, key: Float[Array, "M *heads R"], rotary: RotaryTable) -> Float[Array, "M *heads R"]:

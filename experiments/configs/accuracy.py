@@ -20,9 +20,6 @@ def get_config() -> ConfigDict:
             "new_tokens": 16,  # generated where an answer is read
             "data": "",  # folder of the question sets
             "batch": 16,  # items served at once
-            # Of each text read to weigh a model's layers in dependence (experiments/dependence_weights.py), where no
-            # weights are kept with it; 0 for a plain mean.
-            "stretches": 16,
             "timed": 0,  # items of a batch whose time to the first token is measured, each served alone
             "mode": "fast",
             "dtype": "float32",

@@ -16,7 +16,6 @@ def get_config() -> ConfigDict:
             "messages": 12,  # shown a turn
             "message": 128,  # tokens of a message
             "scored": 64,  # tokens of the text behind a prompt
-            "stretches": 16,  # as in the accuracy study
             "dtype": "float32",
             "seed": 0,
             "quick": False,

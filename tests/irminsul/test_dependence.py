@@ -10,7 +10,7 @@ from flax import struct
 
 from irminsul.cache import new_cache
 from irminsul.decode import advance, start_decoding
-from irminsul.dependence import DISTANCES, dependence_at
+from irminsul.dependence import DISTANCES, dependence_at, middle_layers
 from irminsul.prefill import complete, prefill
 from models import families
 from models.kv_view import DenseView
@@ -25,7 +25,7 @@ TINY_GQA = {
     "vocab_size": 211,
     "hidden_size": 17,
     "intermediate_size": 29,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 6,
@@ -96,13 +96,10 @@ def profiles_of(cache, length) -> np.ndarray:
 
 @pytest.mark.parametrize("mode", ["deterministic", "fast"])
 def test_profiles_are_shares_of_attention_beyond_each_distance(model, config, mode):
-    """The largest over heads, the mean over layers, plain or weighted."""
+    """The largest over heads, the mean over the middle half of layers."""
     tokens = random_tokens(1, 307)
     layers = attention_weights(model, tokens)
-    counted = np.full(len(layers), 1 / len(layers))
-    if mode == "fast":
-        counted = np.arange(len(layers)) / np.arange(len(layers)).sum()
-        config = dataclasses.replace(config, dependence_weights=tuple(counted.tolist()))
+    counted = {3: (1 / 3, 1 / 3, 1 / 3), 4: (0, 1 / 2, 1 / 2, 0)}[len(layers)]
     cache = serve(model, new_cache(config, model.row_format), tokens, "prefix", mode).cache
     distance = np.arange(307)[:, None] - nearest_of_group(cache, 307)[None, :]
     expected = np.zeros((307, len(DISTANCES)))
@@ -157,3 +154,9 @@ def test_dependence_is_read_off_the_profile_at_the_distance_to_the_edge():
     found = dependence_at(profile, offset)
     np.testing.assert_allclose(found[[0, 1, 2, 4, 5]], profile[0, [0, 0, 9, last, last]], rtol=1e-6)
     assert profile[0, 10] < found[3] < profile[0, 9]
+
+
+def test_the_middle_half_of_layers_counts():
+    assert [middle_layers(layers) for layers in (1, 2, 3, 4, 8, 27, 61)] == [
+        (0, 1), (0, 2), (0, 3), (1, 3), (2, 6), (6, 21), (15, 46),
+    ]  # fmt: skip
