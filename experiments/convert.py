@@ -82,10 +82,13 @@ class Study:
 
     def measure(self) -> Iterator[Row]:
         """Rows of every form of this share, a task after the other; those measured before are read."""
+        questions = [(task, partial(self._questions, task)) for task in self.sizes.questions]
+        questions.sort(key=lambda task: task[0] != "nq")
         tasks: list[tuple[str, Callable[[str, Model], Row]]] = [
             ("text", self._text),
-            *((task, partial(self._questions, task)) for task in self.sizes.questions),
+            questions[0],
             ("text_long", self._long_text),
+            *questions[1:],
             ("shift", self._shift),
             *((f"needle_{words}", partial(self._needle, words)) for words in self.sizes.needle_words),
             ("chat", self._chat),

@@ -17,8 +17,9 @@ def get_config() -> ConfigDict:
                 ),
                 "irminsul-mini-mha": (
                     ("query_weighted", 64, 512),
-                    ("query_weighted", 128, 448),
-                    ("principal", 64, 512),
+                    ("query_weighted", 256, 320),
+                    ("query_weighted", 256, 768),
+                    ("principal", 256, 320),
                 ),
             },
             "length": 4096,

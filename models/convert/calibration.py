@@ -30,8 +30,9 @@ class Statistics:
       rows: ``E[z z^T]``, ``z`` the keys of all heads before rotation, then their values.
       queries: ``E[q q^T]`` of each head before rotation.
       seen: ``E[sum_k w |q_f|^2 k_f conj(k_f)^T]`` of each query head, ``k_f`` the pairs of all key heads at frequency
-        ``f``. The sum is over the keys a query sees, each weighted by ``w = A (1 - A)``, the slope of attention ``A``
-        in its score; key 0, where attention rests that looks for nothing, is left out.
+        ``f``. The sum is over the keys a query sees, each weighted by ``w = A |W_O (v - o)|^2``: attention ``A`` to it
+        times what the layer's output moves by as attention goes from its mean ``o`` to this key's value ``v``. Key 0,
+        where attention rests that looks for nothing, is left out.
       turned: the same with ``exp(i theta_f D)``, ``D`` the distance from query to key.
     """
 
@@ -48,6 +49,7 @@ class CalibrationView:
 
     positions: Int[Array, " M"]
     order: Int[Array, " K"]
+    gram: Float[Array, "L H K K"]  # of each head's output projection
     rows: Float[Array, "L Z Z"]
     queries: Float[Array, "L H K K"]
     seen: Complex[Array, "L H F J J"]
@@ -60,7 +62,8 @@ class CalibrationView:
         tokens = len(self.positions)
         z = jnp.concatenate([own.reshape(tokens, -1), value.reshape(tokens, -1)], axis=-1)
         energy = jnp.square(plain[..., 0::2]) + jnp.square(plain[..., 1::2])
-        out, met = self._attend(query, rotate(key, self.positions, rotary), value, energy, rotary, scale)
+        rotated = rotate(key, self.positions, rotary)
+        out, met = self._attend(query, rotated, value, energy, self.gram[layer], rotary, scale)
         seen, turned = _moments(met, own[..., 0::2] + 1j * own[..., 1::2], *cos_sin(rotary, self.positions))
         sums = {
             "rows": jnp.einsum("MY,MZ->YZ", z, z),
@@ -72,13 +75,15 @@ class CalibrationView:
             self, **{name: getattr(self, name).at[layer].add(value) for name, value in sums.items()}
         )
 
-    def _attend(self, query, key, value, energy, rotary, scale):
-        """Outputs, and for each key and head the sums over queries of slope times energy, alone and times cosine and
+    def _attend(self, query, key, value, energy, gram, rotary, scale):
+        """Outputs, and for each key and head the sums over queries of weight times energy, alone and times cosine and
         sine of the query's position; key 0 has none."""
         tokens, heads, width = query.shape
         groups = key.shape[1]
         cos, sin = (factor[:, None] for factor in cos_sin(rotary, self.positions))
         asked = jnp.concatenate([energy, energy * cos, energy * sin], axis=-1)
+        values = jnp.repeat(value, heads // groups, axis=1)
+        lengths = jnp.einsum("NHJ,HJK,NHK->HN", values, gram, values)
         block = math.gcd(tokens, QUERY_BLOCK)
 
         def attend(met, start):
@@ -87,8 +92,11 @@ class CalibrationView:
             here = jax.lax.dynamic_slice_in_dim(self.positions, start, block)
             weights = jax.nn.softmax(jnp.where(here[:, None] >= self.positions[None, :], scores, -jnp.inf), axis=-1)
             out = jnp.einsum("JQMN,NJK->MJQK", weights, value).reshape(block, heads, width)
-            slope = (weights * (1 - weights)).at[..., 0].set(0).reshape(heads, block, tokens)
-            return met + jnp.einsum("HMN,MHF->HNF", slope, jax.lax.dynamic_slice_in_dim(asked, start, block)), out
+            mapped = jnp.einsum("MHJ,HJK->MHK", out, gram)
+            distance = lengths[:, None] + jnp.einsum("MHK,MHK->HM", mapped, out)[..., None]
+            distance = jnp.maximum(distance - 2 * jnp.einsum("MHK,NHK->HMN", mapped, values), 0)
+            weight = weights.reshape(heads, block, tokens).at[..., 0].set(0) * distance
+            return met + jnp.einsum("HMN,MHF->HNF", weight, jax.lax.dynamic_slice_in_dim(asked, start, block)), out
 
         met = jnp.zeros((heads, tokens, asked.shape[-1]), jnp.float32)
         met, out = jax.lax.scan(attend, met, jnp.arange(0, tokens, block))
@@ -151,7 +159,9 @@ def _sums(model: Model, tokens: Int[Array, " T"], order: Int[Array, " K"]) -> tu
     row = 2 * groups * width
     real = [jnp.zeros(shape, jnp.float32) for shape in ((depth, row, row), (depth, heads, width, width))]
     both = [jnp.zeros((depth, heads, width // 2, groups, groups), jnp.complex64) for _ in range(2)]
-    _, view = model.forward(tokens.astype(jnp.int32), positions, CalibrationView(positions, order, *real, *both))
+    out = model.params["layers"]["attention"]["out"].reshape(depth, heads, width, -1)
+    view = CalibrationView(positions, order, jnp.einsum("LHJD,LHKD->LHJK", out, out), *real, *both)
+    _, view = model.forward(tokens.astype(jnp.int32), positions, view)
     return view.rows, view.queries, view.seen, view.turned
 
 

@@ -1,7 +1,7 @@
 """The project's own choice of rotary components (QW): those whose rotation attention would miss most.
 
 A stripped part ``r`` of a key adds ``q conj(r) exp(i theta D)`` to a score and is given ``a q conj(r)`` instead. Over
-pairs of a query and a key, each weighted by the slope of attention in its score, that costs a head ``h``
+pairs of a query and a key, each weighted by what the layer's output owes to it, that costs a head ``h``
 
     E |q|^2 |r|^2 |exp(i theta D) - a|^2 = m - |z|^2 / m    at best, with a = z / m,
     m = p M_h p^H, z = p Z_h p^H, r = p k
@@ -21,7 +21,8 @@ from models.convert.calibration import Statistics
 from models.convert.key_basis import KeyBasis
 from models.gqa import GQAConfig
 
-STEPS = 30
+STEPS = 60
+DONE = 1e-4  # relative gain of a step that is the last
 # Keeps a key head that no query of its group needs rotated from vanishing in the weighted basis.
 WEIGHT_FLOOR = 1e-3
 TINY = 1e-30  # frequencies that nothing attends by
@@ -98,15 +99,15 @@ def search(
     cost, damping = _cost(mix, stripped, seen, turned, group)
     if kept in (0, size):
         return mix, cost, damping
-    rate = np.ones(len(mix))
+    rate, total = np.ones(len(mix)), np.inf
+    of_group = (group[:, None] == np.arange(size)).astype(float)
     between = stripped[None, :] - stripped[:, None]
     for _ in range(steps):
         inverse = np.linalg.inv(mix)
         rows = ((mix * stripped) @ inverse)[:, group]
         cross = damping.conj()[..., None, None] * turned
         metric = (1 + np.abs(damping) ** 2)[..., None, None] * seen - cross - cross.conj().swapaxes(-1, -2)
-        pull = np.zeros_like(mix)
-        np.add.at(pull, (slice(None), group), np.einsum("NHS,NHST->NHT", rows, metric))
+        pull = np.einsum("HG,NHT->NGT", of_group, np.einsum("NHS,NHST->NHT", rows, metric))
         slope = between * (mix.conj().swapaxes(-1, -2) @ pull @ inverse.conj().swapaxes(-1, -2))
         spread = np.einsum("NJS,NHST,NJT->NHJ", inverse, metric, inverse.conj(), optimize=True).real
         bend = np.einsum("NHI,NHJ->NIJ", np.abs(mix[:, group]) ** 2, np.maximum(spread, 0))
@@ -118,6 +119,9 @@ def search(
         mix = np.where(better[:, None, None], trial, mix)
         cost, damping = np.where(better, found, cost), np.where(better[:, None], stands_in, damping)
         rate = np.where(better, np.minimum(1.5 * rate, 1), 0.5 * rate)
+        before, total = total, cost.sum()
+        if before - total < DONE * total:
+            break
     return mix, cost, damping
 
 

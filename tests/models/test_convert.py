@@ -108,7 +108,7 @@ def test_statistics_are_those_of_a_loop(grouped):
     x = np.asarray(grouped.params["embed"], np.float64)[tokens]
     x = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + grouped.config.rms_norm_eps)
     x = x * np.asarray(grouped.params["layers"]["input_norm"][0])
-    query, key = (np.einsum("MD,DHK->MHK", x, attention[name]) for name in ("query", "key"))
+    query, key, value = (np.einsum("MD,DHK->MHK", x, attention[name]) for name in ("query", "key", "value"))
     query, key = (part[..., :6] + 1j * part[..., 6:] for part in (query, key))  # half-split pairs
     moments = np.einsum("MA,MB->AB", key.reshape(23, -1), key.reshape(23, -1).conj()) / 23
     assert_close(parts(pair_moments(found.rows[0, :36, :36])), parts(moments), atol=1e-4)
@@ -120,8 +120,10 @@ def test_statistics_are_those_of_a_loop(grouped):
             scores = (query[m, head] * key[: m + 1, head // (6 // groups)].conj() * turn).sum(axis=-1).real / width**0.5
             share = np.exp(scores - scores.max())
             share /= share.sum()
+            values = value[: m + 1, head // (6 // groups)]
+            moved = (values - share @ values) @ attention["out"][head]
             for n in range(1, m + 1):
-                weight = share[n] * (1 - share[n]) * np.abs(query[m, head]) ** 2 / 23
+                weight = share[n] * np.square(moved[n]).sum() * np.abs(query[m, head]) ** 2 / 23
                 pairs = np.einsum("JF,IF->FJI", key[n], key[n].conj())
                 seen[head] += weight[:, None, None] * pairs
                 turned[head] += (weight * turn[n])[:, None, None] * pairs
