@@ -5,6 +5,7 @@ own tokens or fail; texts are published; secrets and requests are forgotten, or 
 served holds them. The cache is the worker's own, and its other requests may be in flight.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -35,11 +36,26 @@ ISOLATED = get_policy("irminsul", provenance="isolated", min_reuse=16, sink_toke
 ACTIONS = {"submit": 0.3, "step": 0.58, "cancel": 0.08, "forget": 0.02, "publish": 0.02}
 
 
+@dataclasses.dataclass(frozen=True)
+class Late(ReadAhead):
+    """Reads that are not done the first few times somebody asks."""
+
+    refusals: list[None] = dataclasses.field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether they are."""
+        if self.refusals:
+            self.refusals.pop()
+            return False
+        return super().done
+
+
 class WatchedTiers(Store):
     """The store of a batch: that of the worker's model, for the tenants whose pages are stored, seen by the ledger."""
 
-    def __init__(self, churn: "Churn"):  # everything is handed on to the worker's tiers
-        self.churn = churn
+    def __init__(self, churn: "Churn", rng: np.random.Generator):  # everything is handed on to the worker's tiers
+        self.churn, self.rng = churn, rng
         self.prefixes = tuple(namespace_prefix(namespace) for namespace in STORED)
 
     def look_ahead(
@@ -52,13 +68,14 @@ class WatchedTiers(Store):
         *,
         wait: bool = False,
     ) -> ReadAhead:
-        """``Store.look_ahead``, which always waits here."""
+        """``Store.look_ahead``, now and then of a slow store."""
         if not sources.key.startswith(self.prefixes) or not policy.register:
-            return ReadAhead(Wanted([], cache.in_flight > 0), [])
+            return ReadAhead(Wanted([], cache.in_flight > 0, cache.clock), [])
         churn = self.churn
-        ahead, met = churn.tiers.look_ahead(churn.model, cache, sources, tokens, policy, new_tokens)
+        ahead, met = churn.tiers.look_ahead(churn.model, cache, sources, tokens, policy, new_tokens, wait=wait)
         churn.counts["corrupt_objects_survived"] += met
-        return ahead
+        late = 0 if wait else int(self.rng.integers(4))
+        return Late(ahead.wanted, ahead.reads, ahead.opening, [None] * late)
 
     def bring(self, cache: ContentCache, ahead: ReadAhead) -> ContentCache:
         """``Store.bring``."""
@@ -145,7 +162,7 @@ def serve_batch(churn: "Churn", rng: np.random.Generator) -> None:
     asked = churn.ask(rng, policy=policy).hash_function
     hash_function = xxhash.xxh64_intdigest if policy.provenance == "isolated" else asked
     batch = WatchedBatcher(
-        churn.model, churn.cache, policy, "deterministic", [None] * SLOTS, PIECE, True, WatchedTiers(churn)
+        churn.model, churn.cache, policy, "deterministic", [None] * SLOTS, PIECE, True, WatchedTiers(churn, rng)
     )
     batch.churn, batch.asks = churn, {}
     names, weights = zip(*ACTIONS.items(), strict=True)

@@ -45,12 +45,20 @@ class Tiers:
         return cache, met + damaged
 
     def look_ahead(
-        self, model: Any, cache: ContentCache, sources: Sources, tokens: np.ndarray, policy: Policy, new_tokens: int
+        self,
+        model: Any,
+        cache: ContentCache,
+        sources: Sources,
+        tokens: np.ndarray,
+        policy: Policy,
+        new_tokens: int,
+        *,
+        wait: bool = True,
     ) -> tuple[ReadAhead, int]:
-        """``Store.look_ahead``, and the damaged objects met; all is read, so that a run can be repeated."""
+        """``Store.look_ahead``, and the damaged objects met; what it reads is here, so that a run can be repeated."""
         store = self.of(model)
         before = _met(store)
-        ahead = store.look_ahead(cache, sources, tokens, policy, new_tokens, wait=True)
+        ahead = store.look_ahead(cache, sources, tokens, policy, new_tokens, wait=wait)
         ahead.wait()
         return ahead, _met(store) - before
 

@@ -36,8 +36,10 @@ class LineReader:
         """Hands what is stored of a prompt to the pool; None if it is still being read and there are ``others`` to
         serve meanwhile. Takes the cache over, unless there is nothing to bring."""
         ahead = self.reading.get(number)
-        if ahead is None or ahead.done or not others:  # look again: pages have come and gone since
-            self.reading[number] = ahead = self._look_ahead(cache, ticket, wait=not others)
+        if ahead is not None and others and not ahead.done:
+            return None
+        # Pages have come and gone since, so look again; what is brought is what this look found.
+        self.reading[number] = ahead = self._look_ahead(cache, ticket, wait=not others)
         if others and (ahead.opening or not ahead.done):
             return None
         started = time.perf_counter()

@@ -157,7 +157,7 @@ class Store:
         ``wait``, the answer is ``opening`` until they are, and every look takes that a part further.
         """
         cache.require_alive()
-        nothing = ReadAhead(Wanted([], cache.in_flight > 0), [])
+        nothing = ReadAhead(Wanted([], cache.in_flight > 0, cache.clock), [])
         tokens = np.asarray(tokens)
         if tokens.ndim != 1 or not 0 < tokens.size <= cache.config.max_prompt_tokens or tokens.dtype.kind not in "iu":
             return nothing
@@ -178,7 +178,12 @@ class Store:
 
         Batch by batch, the next being read while one is on its way to the device. Takes the cache over, unless there
         is nothing to bring.
+
+        Raises:
+          ValueError: if the cache has taken a step since.
         """
+        if ahead.wanted.clock != cache.clock:
+            raise ValueError(f"cache is at clock={cache.clock} and was looked at at {ahead.wanted.clock}; look again")
         entries = ahead.wanted.entries
         pages = free_pages(cache, len(entries), ahead.wanted.keep)
         self.metrics.miss("room", ahead.wanted.left_out + len(entries) - len(pages))
@@ -303,6 +308,7 @@ class Store:
         if entries:
             self._writer.put(DeleteJob([entry.name for entry in entries], [self._place(entry) for entry in entries]))
         for entry in entries:
+            self._host.drop(entry.name)
             self._catalog.remove(entry.name)
 
     def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:

@@ -20,10 +20,12 @@ from irminsul.store_pool import PoolPages, better_pages, pages_written
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Stored pages to bring, in prompt order; pages of the pool that must stay; for how many pages there is no room."""
+    """Stored pages to bring, in prompt order; pages of the pool that must stay; the clock of the cache of which this is
+    true; for how many pages there is no room."""
 
     entries: list[Entry]
     keep: Bool[np.ndarray, " N"]
+    clock: int
     left_out: int = 0
 
 
@@ -41,7 +43,7 @@ def wanted_pages(
     tree, in_flight = cache.tree, cache.in_flight > 0
     owners = [catalog.owner(key) for key in sources.keys]
     if not np.isin(catalog.tree.namespace, owners).any():
-        return Wanted([], in_flight)
+        return Wanted([], in_flight, cache.clock)
     content = read_content(tokens, cache.config.chunking, sources.key)
     pooled, pooled_paths = _plan(cache, content, sources, policy)
     used = pages_in_use(tree, pooled)
@@ -49,7 +51,7 @@ def wanted_pages(
     names = [pages.name(page, cache) for page in np.flatnonzero(used).tolist()]
     catalog.touch([catalog.entries[name].slot for name in names if name in catalog.entries])
     if pooled.bins["exact"] == len(tokens) - 1:
-        return Wanted([], in_flight)
+        return Wanted([], in_flight, cache.clock)
     stored, stored_paths = _plan(catalog.cache, content, sources, policy)
     paths = [path for path, there in zip(stored_paths, pooled_paths, strict=True) if not there]
     slots = dict.fromkeys([*better_pages(stored, pooled), *(slot for path in paths for slot in path)])
@@ -60,7 +62,7 @@ def wanted_pages(
     keep[[page for entry in entries if (page := pages.page(entry.name, tree)) is not None]] = True
     missing = [entry for entry in entries if pages.page(entry.name, tree) is None]
     room = max(0, tree.num_pages - int(keep.sum()) - pages_written(catalog.tree, stored, policy, new_tokens))
-    return Wanted(missing[:room], keep, len(missing[room:]))
+    return Wanted(missing[:room], keep, cache.clock, len(missing[room:]))
 
 
 def _plan(

@@ -65,6 +65,11 @@ class Opening:
         """Whether ``advance`` would not wait."""
         return all(future.done() for future in self._pending)
 
+    def wait(self) -> None:
+        """Returns when it would not."""
+        for future in self._pending:
+            future.exception()
+
     def advance(self) -> bool:
         """Does the next part; true at the end.
 

@@ -55,9 +55,11 @@ class ReadAhead:
         return all(read.done for read in self.reads) and all(opening.ready for opening in self.opening)
 
     def wait(self) -> None:
-        """Returns when all reads are done."""
+        """Returns when it is."""
         for read in self.reads:
             read.wait()
+        for opening in self.opening:
+            opening.wait()
 
 
 class Reader:
@@ -97,9 +99,9 @@ class Reader:
     def _start(self, entry: Entry) -> Read:
         read = self._known(entry)
         if read is None:
-            rows = self._host.get(entry.name)
-            if rows is None:
-                rows = self._writer.pending_rows(entry.name)
+            # What waits to be written is newer than what host memory may hold under the name of a page deleted before.
+            waiting = self._writer.pending_rows(entry.name)
+            rows = self._host.get(entry.name) if waiting is None else waiting
             source = self._backend.start_read(self._place(entry).rows_key) if rows is None else rows
             self._under_way[entry.name] = read = Read(entry, source)
         return read
