@@ -5,13 +5,13 @@ attention: it is here to put a number on that difference, and for pools that are
 rotation. Always from keys as they were computed: turning turned keys again adds one rounding each time.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotate_keys import reference
+from pallas_kernels.rotated_latent_attention.api import chosen
 
 
 def rotate_keys(
@@ -44,16 +44,13 @@ def rotate_keys(
             f"rotate_keys: pages are {pages.shape[-1]} wide, which is no multiple of the table's width {rotary.width}; "
             "give the keys of whole heads"
         )
-    device = jax.devices()[0]
-    if implementation in (None, "mosaic_gpu") and getattr(device, "compute_capability", None) == "9.0":
-        # Imported on demand: Mosaic is large and nothing else needs it.
-        from pallas_kernels.rotate_keys import hopper
+    if chosen("rotate_keys", implementation, lambda: _hopper_kernels().unsupported(pages, rotary)) == "mosaic_gpu":
+        return _hopper_kernels().rotate_keys(pages, source, target, delta, rotary)
+    return reference.rotate_keys(pages, source, target, delta, rotary)
 
-        if implementation is not None or hopper.unsupported(pages, rotary) is None:
-            return hopper.rotate_keys(pages, source, target, delta, rotary)
-    if implementation in (None, "xla"):
-        return reference.rotate_keys(pages, source, target, delta, rotary)
-    raise NotImplementedError(
-        f"rotate_keys: implementation={implementation!r} is not available on {device.device_kind!r}; "
-        "use implementation='xla' or None"
-    )
+
+def _hopper_kernels() -> Any:
+    """Imported on demand: Mosaic is large and nothing else needs it."""
+    from pallas_kernels.rotate_keys import hopper
+
+    return hopper

@@ -5,18 +5,15 @@ the whole key, so ``R(delta)`` turns each of the ``J`` key heads, and query head
 Notation: see ``pallas_kernels/page_table.py``; ``D`` is the head width, ``J`` the number of key heads.
 """
 
-from typing import Literal
+from typing import Any
 
-import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_grouped_attention import reference
-from pallas_kernels.rotated_latent_attention.api import hopper_available
-
-Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
+from pallas_kernels.rotated_latent_attention.api import Implementation, chosen
 
 
 def rotated_grouped_attention(
@@ -73,29 +70,20 @@ def rotated_grouped_attention(
             f"rotated_grouped_attention: rotary table turns {rotary.width} values, a head has {width}; "
             "build it from the model's frequencies"
         )
-    if implementation in (None, "mosaic_gpu") and hopper_available():
-        from pallas_kernels.rotated_grouped_attention import hopper
-
-        if implementation is not None or hopper.unsupported(query, key_pages, value_pages, page_table) is None:
-            return hopper.rotated_grouped_attention(
-                query, query_position, value_pages, key_pages, layer, page_table, rotary,
-                key_heads=key_heads, scale=scale, storage=storage, packed=packed,
-            )  # fmt: skip
-    if implementation in (None, "xla"):
-        return reference.rotated_grouped_attention(
-            query,
-            query_position,
-            query_offsets,
-            value_pages,
-            key_pages,
-            layer,
-            page_table,
-            rotary,
-            key_heads=key_heads,
-            scale=scale,
-            storage=storage,
-        )
-    raise NotImplementedError(
-        f"rotated_grouped_attention: implementation={implementation!r} is not available on "
-        f"{jax.devices()[0].device_kind!r}; use implementation='xla' or None"
+    kernels = chosen(
+        "rotated_grouped_attention",
+        implementation,
+        lambda: hopper_kernels().unsupported(query, key_pages, value_pages, page_table),
     )
+    rest = (value_pages, key_pages, layer, page_table, rotary)
+    settings: dict[str, Any] = {"key_heads": key_heads, "scale": scale, "storage": storage}
+    if kernels == "mosaic_gpu":
+        return hopper_kernels().rotated_grouped_attention(query, query_position, *rest, **settings, packed=packed)
+    return reference.rotated_grouped_attention(query, query_position, query_offsets, *rest, **settings)
+
+
+def hopper_kernels() -> Any:
+    """The kernels' module. Imported on demand: Mosaic is large and nothing else needs it."""
+    from pallas_kernels.rotated_grouped_attention import hopper
+
+    return hopper

@@ -1,6 +1,7 @@
 """Rotated grouped attention that also measures how far to its left each query looks, on whatever runs it fastest."""
 
-import jax
+from typing import Any
+
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.attention_reach import Distances
@@ -8,6 +9,8 @@ from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_grouped_attention import api, reference
+from pallas_kernels.rotated_latent_attention.api import Implementation, chosen
+from pallas_kernels.rotated_latent_attention.reach import WHY
 
 
 def rotated_grouped_attention_with_reach(
@@ -26,7 +29,7 @@ def rotated_grouped_attention_with_reach(
     distances: Distances,
     packed: PackedRows | None = None,
     value_scale: Float[Array, "L N G"] | None = None,
-    implementation: api.Implementation | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"]]:
     """``api.rotated_grouped_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
 
@@ -37,21 +40,22 @@ def rotated_grouped_attention_with_reach(
       NotImplementedError: if the named implementation does not measure reach, cannot run on this device or does not
         take these shapes.
     """
-    if implementation in (None, "mosaic_gpu") and api.hopper_available() and distances and value_scale is None:
-        # Imported on demand: Mosaic is large and nothing else needs it.
-        from pallas_kernels.rotated_grouped_attention import hopper
-
-        if implementation is not None or hopper.unsupported(query, key_pages, value_pages, page_table) is None:
-            return hopper.rotated_grouped_attention_with_reach(
-                query, query_position, value_pages, key_pages, layer, page_table, rotary, key_heads=key_heads,
-                scale=scale, storage=storage, distances=distances, packed=packed,
-            )  # fmt: skip
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f"rotated_grouped_attention_with_reach: implementation={implementation!r} does not measure reach on "
-            f"{jax.devices()[0].device_kind!r}, or not of quantised rows; use implementation='xla' or None"
+    kernels = chosen(
+        "rotated_grouped_attention_with_reach",
+        implementation,
+        (lambda: api.hopper_kernels().unsupported(query, key_pages, value_pages, page_table))
+        if distances and value_scale is None
+        else None,
+        why=WHY,
+    )
+    rest = (value_pages, key_pages, layer, page_table, rotary)
+    settings: dict[str, Any] = {
+        "key_heads": key_heads, "scale": scale, "storage": storage, "distances": distances,
+    }  # fmt: skip
+    if kernels == "mosaic_gpu":
+        return api.hopper_kernels().rotated_grouped_attention_with_reach(
+            query, query_position, *rest, **settings, packed=packed
         )
     return reference.rotated_grouped_attention_with_reach(
-        query, query_position, query_offsets, value_pages, key_pages, layer, page_table, rotary, key_heads=key_heads,
-        scale=scale, storage=storage, distances=distances, value_scale=value_scale,
-    )  # fmt: skip
+        query, query_position, query_offsets, *rest, **settings, value_scale=value_scale
+    )

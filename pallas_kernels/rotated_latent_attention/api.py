@@ -5,6 +5,7 @@ value is ``c_kv`` itself: the caller absorbs ``W_UK`` into the query and applies
 arXiv 2405.04434, section 2.1). Notation: see ``pallas_kernels/page_table.py``.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -73,19 +74,20 @@ def rotated_latent_attention(
         page_table,
         rotary,
     )
-    if implementation in (None, "mosaic_gpu") and hopper_available():
-        # Imported on demand: Mosaic is large and nothing else needs it.
-        from pallas_kernels.rotated_latent_attention import hopper
-
-        if implementation is not None or hopper.unsupported(q_latent, latent_pages, rope_pages, storage) is None:
-            if planned is not None:
-                return hopper.attend(planned, q_latent, q_rope, latent_pages, rope_pages, layer, scale=scale)
-            return hopper.rotated_latent_attention(*operands, scale=scale, storage=storage)
-    if implementation == "mosaic_tpu" and _target_device().platform == "tpu":
+    kernels = chosen(
+        "rotated_latent_attention",
+        implementation,
+        lambda: hopper_kernels().unsupported(q_latent, latent_pages, rope_pages, storage),
+        others=("xla", "mosaic_tpu"),
+    )
+    if kernels == "mosaic_gpu" and planned is not None:
+        return hopper_kernels().attend(planned, q_latent, q_rope, latent_pages, rope_pages, layer, scale=scale)
+    if kernels == "mosaic_gpu":
+        return hopper_kernels().rotated_latent_attention(*operands, scale=scale, storage=storage)
+    if kernels == "mosaic_tpu":
         from pallas_kernels.rotated_latent_attention import tpu
 
         return tpu.rotated_latent_attention(*operands, scale=scale, storage=storage)
-    _require_xla("rotated_latent_attention", implementation)
     return reference.rotated_latent_attention(*operands, scale=scale, storage=storage)
 
 
@@ -145,13 +147,61 @@ def expanded_latent_attention(
         w_uk,
         w_uv,
     )
-    if implementation in (None, "mosaic_gpu") and hopper_available():
-        from pallas_kernels.rotated_latent_attention import expanded_hopper
+    kernels = chosen(
+        "expanded_latent_attention",
+        implementation,
+        lambda: expanded_kernels().unsupported(q_nope, q_rope, w_uv, latent_pages),
+    )
+    settings: dict[str, Any] = {"scale": scale, "storage": storage}
+    if kernels == "mosaic_gpu":
+        return expanded_kernels().expanded_latent_attention(*operands, **settings, packed=packed)
+    return expanded.expanded_latent_attention(*operands, **settings)
 
-        if implementation is not None or expanded_hopper.unsupported(q_nope, q_rope, w_uv, latent_pages) is None:
-            return expanded_hopper.expanded_latent_attention(*operands, scale=scale, storage=storage, packed=packed)
-    _require_xla("expanded_latent_attention", implementation)
-    return expanded.expanded_latent_attention(*operands, scale=scale, storage=storage)
+
+def chosen(
+    operation: str,
+    implementation: Implementation | None,
+    refused: Callable[[], str | None] | None,
+    *,
+    others: tuple[Implementation, ...] = ("xla",),
+    why: str = "is not available",
+) -> Implementation:
+    """Which implementation of an operation runs: the rule of all that have a Hopper kernel.
+
+    A named one runs or raises. None takes "mosaic_gpu" where programs are compiled for a Hopper GPU, unless ``refused``
+    says what of the arguments its kernel cannot take, and else XLA. Without ``refused`` there is no kernel for the
+    call. ``others`` are what else it can be named; ``why`` tells in a refusal why not.
+
+    Raises:
+      NotImplementedError: if the named implementation cannot run on this device or does not do this.
+    """
+    if refused is not None and implementation in (None, "mosaic_gpu") and hopper_available():
+        # Asked for by name, the kernel itself says what it cannot take.
+        refusal = refused() if implementation is None else None
+        if refusal is None:
+            return "mosaic_gpu"
+    if implementation in (None, "xla"):
+        return "xla"
+    if implementation in others and implementation == f"mosaic_{_target_device().platform}":
+        return implementation
+    raise NotImplementedError(
+        f"{operation}: implementation={implementation!r} {why} on {_target_device().device_kind!r}; "
+        "use implementation='xla' or None"
+    )
+
+
+def hopper_kernels() -> Any:
+    """The module of the absorbed form. Imported on demand: Mosaic is large and nothing else needs it."""
+    from pallas_kernels.rotated_latent_attention import hopper
+
+    return hopper
+
+
+def expanded_kernels() -> Any:
+    """The module of the expanded form, likewise."""
+    from pallas_kernels.rotated_latent_attention import expanded_hopper
+
+    return expanded_hopper
 
 
 def _target_device() -> jax.Device:
@@ -167,11 +217,3 @@ def hopper_available() -> bool:
 
 def _is_hopper(device: jax.Device) -> bool:
     return device.platform == "gpu" and getattr(device, "compute_capability", None) == "9.0"
-
-
-def _require_xla(op: str, implementation: Implementation | None) -> None:
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f"{op}: implementation={implementation!r} is not available on {_target_device().device_kind!r}; "
-            "use implementation='xla' or None"
-        )

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.attention_reach import Distances
@@ -10,6 +9,8 @@ from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_latent_attention import api, expanded, reference
+
+WHY = "does not measure reach"
 
 
 def rotated_latent_attention_with_reach(
@@ -50,13 +51,16 @@ def rotated_latent_attention_with_reach(
         rotary,
     )
     settings: dict[str, Any] = {"scale": scale, "storage": storage, "distances": distances}
-    if implementation in (None, "mosaic_gpu") and api.hopper_available() and distances and latent_scale is None:
-        # Imported on demand: Mosaic is large and nothing else needs it.
-        from pallas_kernels.rotated_latent_attention import hopper
-
-        if implementation is not None or hopper.unsupported(q_latent, latent_pages, rope_pages, storage) is None:
-            return hopper.rotated_latent_attention_with_reach(*operands, **settings)
-    _require_xla("rotated_latent_attention_with_reach", implementation)
+    kernels = api.chosen(
+        "rotated_latent_attention_with_reach",
+        implementation,
+        (lambda: api.hopper_kernels().unsupported(q_latent, latent_pages, rope_pages, storage))
+        if distances and latent_scale is None
+        else None,
+        why=WHY,
+    )
+    if kernels == "mosaic_gpu":
+        return api.hopper_kernels().rotated_latent_attention_with_reach(*operands, **settings)
     return reference.rotated_latent_attention_with_reach(*operands, **settings, latent_scale=latent_scale)
 
 
@@ -100,18 +104,14 @@ def expanded_latent_attention_with_reach(
         w_uv,
     )
     settings: dict[str, Any] = {"scale": scale, "storage": storage, "distances": distances}
-    if implementation in (None, "mosaic_gpu") and api.hopper_available() and distances and latent_scale is None:
-        from pallas_kernels.rotated_latent_attention import expanded_hopper
-
-        if implementation is not None or expanded_hopper.unsupported(q_nope, q_rope, w_uv, latent_pages) is None:
-            return expanded_hopper.expanded_latent_attention_with_reach(*operands, **settings, packed=packed)
-    _require_xla("expanded_latent_attention_with_reach", implementation)
+    kernels = api.chosen(
+        "expanded_latent_attention_with_reach",
+        implementation,
+        (lambda: api.expanded_kernels().unsupported(q_nope, q_rope, w_uv, latent_pages))
+        if distances and latent_scale is None
+        else None,
+        why=WHY,
+    )
+    if kernels == "mosaic_gpu":
+        return api.expanded_kernels().expanded_latent_attention_with_reach(*operands, **settings, packed=packed)
     return expanded.expanded_latent_attention_with_reach(*operands, **settings, latent_scale=latent_scale)
-
-
-def _require_xla(op: str, implementation: api.Implementation | None) -> None:
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f"{op}: implementation={implementation!r} does not measure reach on "
-            f"{jax.devices()[0].device_kind!r}, or not of quantised rows; use implementation='xla' or None"
-        )

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.rotary import rotary_table
 from pallas_kernels.rotated_grouped_attention import api, hopper, reach
+from pallas_kernels.rotated_latent_attention import api as latent_api
 from tests.pallas_kernels.latent_oracle import random_problem
 from tests.tolerances import assert_close
 
@@ -43,7 +44,7 @@ def test_interpreted_kernel_against_the_reference(capfd):
 
 def test_a_hopper_gpu_runs_it_for_what_it_takes(monkeypatch):
     """One request in bfloat16: the kernel, at the widths of Llama; anything else: XLA, or a refusal by name."""
-    monkeypatch.setattr(api, "hopper_available", lambda: True)
+    monkeypatch.setattr(latent_api, "hopper_available", lambda: True)
     for dtype, kernel in (("bfloat16", True), ("float32", False)):
         query, position, *rest = arguments(9, 3, key_heads=2, width=128, dtype=dtype)
         offsets = jnp.array([0, len(position)], jnp.int32)
