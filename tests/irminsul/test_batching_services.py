@@ -6,13 +6,18 @@ import numpy as np
 import pytest
 
 from irminsul import batching
+from irminsul.batch_reading import LineReader
 from irminsul.batching import Batcher
-from irminsul.cache import CacheConfig, new_cache
+from irminsul.cache import CacheConfig, new_cache, next_step
 from irminsul.engine import Engine
 from irminsul.policies import get_policy
 from irminsul.rope import check_rotation
+from irminsul.sources import Sources
 from irminsul.store import Store
 from irminsul.store_backend import Backend
+from irminsul.store_lookup import Wanted
+from irminsul.store_reading import ReadAhead
+from irminsul.ticket import Ticket
 from tests.irminsul.conftest import SMALL_CHUNKS
 from tests.irminsul.serving import random_tokens
 from tests.irminsul.storing import keys_of, memory_store
@@ -142,6 +147,52 @@ def test_a_slow_store_reads_for_those_in_line_while_others_decode(batcher, model
             assert again.tickets[number].timings["load_ms"] > 0
         np.testing.assert_array_equal(again.tickets[waiting[0]].step_logits, first.tickets[stored].step_logits)
         assert not again.line.reading
+
+
+class Turning(ReadAhead):
+    """Reads that are not done the first few times somebody asks."""
+
+    def __init__(self, refusals):
+        super().__init__(Wanted([], np.zeros(CONFIG.num_pages, bool), 0), [])
+        self.__dict__["refusals"] = [False] * refusals
+
+    @property
+    def done(self):
+        return self.refusals.pop() if self.refusals else True
+
+
+class Looks(Store):
+    """Answers what it was told to, and keeps what it was asked to bring."""
+
+    def __init__(self, *looks):
+        self.looks, self.brought = list(looks), []
+
+    def look_ahead(self, *_, **__):
+        return self.looks.pop(0)
+
+    def bring(self, cache, ahead):
+        self.brought.append(ahead)
+        return cache
+
+
+def test_what_is_brought_is_what_was_just_looked_at():
+    """Reads that end between two questions do not let an old look through: its pages may be somebody's by now."""
+    old, new = Turning(1), Turning(0)
+    store, cache = Looks(old, new), new_cache(CONFIG)
+    ticket = Ticket(PROMPT, "a", "", (), 1, (), 0.0, 1.0, 0, None, None)
+    reader = LineReader(store, None, get_policy("irminsul"), "deterministic")
+    reader.start(cache, [(0, ticket)])
+    assert reader.reading[0] is old
+    assert reader.bring(cache, 0, ticket, others=True) is None
+    assert reader.bring(cache, 0, ticket, others=True) is cache
+    assert store.brought == [new]
+    assert not reader.reading
+    with Store(memory_store(), None, CONFIG) as real:
+        ahead = real.look_ahead(cache, Sources(b""), PROMPT[:0], get_policy("irminsul"))
+        later = next_step(cache, donate=False)
+        with pytest.raises(ValueError, match="clock=1 and was looked at at 0; look again"):
+            real.bring(later, ahead)
+        assert real.bring(cache, ahead) is cache
 
 
 def test_what_an_answer_led_to_is_forgotten_in_the_store(batcher, model):
