@@ -42,7 +42,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
 # Packages whose tests compile much and compute little. The cache's laws are tested on the code that its users run.
-_COMPILE_MUCH = ("tests/models/", "tests/pallas_kernels/")
+_COMPILE_MUCH = (
+    "tests/models/",
+    "tests/pallas_kernels/",
+    *(f"tests/irminsul/test_{name}.py" for name in ("dependence", "indexed_attention", "relatives", "repair", "rope")),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
