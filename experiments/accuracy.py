@@ -40,7 +40,7 @@ from irminsul.plan import BINS
 from irminsul.prefill import prefill
 
 PAGE = 64
-POOL = {True: 5, False: 4}  # how many prompts a cache holds: all earlier ones; by whether the task is planted
+POOL = {True: 5, False: 3.5}  # how many prompts a cache holds: all earlier ones; by whether the task is planted
 QUICK = {"samples": 2, "length": 1024, "batch": 1}
 
 
@@ -174,7 +174,7 @@ class Server:
         longest = min(self.model.max_position, config.length + LAST_CONTEXT)
         forced = max(config.new_tokens, *(len(item.asked.forced) for item in items))
         self.cache_config = CacheConfig(
-            num_pages=POOL[items[0].task in TASKS] * longest // PAGE,
+            num_pages=int(POOL[items[0].task in TASKS] * longest) // PAGE,
             max_prompt_tokens=longest,
             max_new_tokens=few_sizes(forced, PAGE),
             dtype=config.dtype,

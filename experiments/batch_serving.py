@@ -116,9 +116,10 @@ def serve(
         admissions = [with_repaired(*pair) for pair in zip(admissions, repairs, strict=True)]
     block = pack(admissions, asked, steps)
     # Nobody reads the rows of this request again: how far its attention went need not be measured.
-    pools = tuple(_without_dependence(admission.cache.pool) for admission in admissions)
+    pools = tuple(without_dependence(admission.cache.pool) for admission in admissions)
     storage = caches[0].config.storage
-    logits, first, after = compute(model, pools, block, storage=storage, keep_pool=steps > 0)
+    alone = dataclasses.replace(block, slots=block.slots[:, :0])  # whatever the continuation, one program
+    logits, first, after = compute(model, pools, alone, storage=storage, keep_pool=steps > 0)
     generated = jnp.zeros((len(asked), 0), jnp.int32)
     if steps:
         small = dataclasses.replace(block, **{name: getattr(block, name)[:, :1] for name in _OF_TOKENS})
@@ -131,7 +132,8 @@ def serve(
 _OF_TOKENS = ("tokens", "positions", "write_page", "write_row", "write_position", "copy_source", "copy_target", "kept")
 
 
-def _without_dependence(pool: LatentPool | None) -> LatentPool:
+def without_dependence(pool: LatentPool | None) -> LatentPool:
+    """A pool in which it is not measured how far attention goes."""
     assert pool is not None
     return dataclasses.replace(pool, dependence=None)
 

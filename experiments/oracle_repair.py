@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.batch_serving import Asked, admitted, compute, pack
+from experiments.batch_serving import Asked, admitted, compute, pack, without_dependence
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.policies import get_policy
@@ -32,7 +32,7 @@ def true_deviations(
     tokens that are not served shifted.
     """
     full = admitted(model, caches, asked, get_policy("full"), mode=mode)
-    pools = tuple(admission.cache.pool for admission in full)
+    pools = tuple(without_dependence(admission.cache.pool) for admission in full)
     block = pack(full, asked, 0)
     storage = caches[0].config.storage
     _, _, after = compute(model, pools, block, storage=storage, keep_pool=True)
