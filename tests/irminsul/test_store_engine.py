@@ -20,7 +20,8 @@ from tests.irminsul.serving import random_tokens
 from tests.irminsul.storing import keys_of, memory_store
 
 CONFIG = CacheConfig(num_pages=61, page_size=13, max_prompt_tokens=409, max_new_tokens=19, chunking=SMALL_CHUNKS)
-PROMPT = random_tokens(0, 301)
+PROMPT, OTHER = random_tokens(0, 301), random_tokens(3, 211)
+MOVED = np.concatenate([random_tokens(2, 17), PROMPT[60:290]])
 ISOLATED = get_policy("irminsul", provenance="isolated", min_reuse=16, sink_tokens=8)
 FIRST = """
 import sys, time
@@ -29,14 +30,15 @@ from irminsul.cache import new_cache
 from irminsul.engine import Engine
 from irminsul.policies import get_policy
 from irminsul.store import Store
-from tests.irminsul.test_store_engine import CONFIG, PROMPT, TINY_MLA, families
+from tests.irminsul.test_store_engine import CONFIG, OTHER, PROMPT, TINY_MLA, families
 
 model = families.random_model(TINY_MLA, seed=0)
 cache = new_cache(CONFIG, model.row_format)
 engine = Engine(model, cache, get_policy("irminsul"), "deterministic", Store(sys.argv[1], model, CONFIG))
+other = engine.serve(OTHER)
 logits = engine.serve(PROMPT).logits
 engine.store.flush()
-np.save(sys.argv[2], logits)
+np.savez(sys.argv[2], prompt=logits, other=other.logits, exact=other.bins["exact"])
 print("flushed", flush=True)
 time.sleep(600)
 """
@@ -51,21 +53,37 @@ def model():
     return families.random_model(TINY_MLA, seed=0)
 
 
-def test_hits_survive_a_process_that_is_killed(model, tmp_path):
-    url, answer = f"file://{tmp_path}/tier", str(tmp_path / "answer.npy")
+def test_two_engines_exchange_chunks_and_hits_survive_one_that_is_killed(model, tmp_path):
+    url, answer = f"file://{tmp_path}/tier", str(tmp_path / "answer.npz")
+    ours = engine_with(model, url)
+    with ours.store:
+        other = ours.serve(OTHER).logits
     environment = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", FIRST, url, answer]
     environment["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # as conftest sets it here
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "flushed\n"
+        first = np.load(answer)
+        assert first["exact"] == len(OTHER) - 1
+        np.testing.assert_array_equal(first["other"], other)
+        reader, alone, without = (
+            engine_with(model, store) for store in (Store(url, model, CONFIG, write=False), None, None)
+        )
+        with reader.store:
+            moved = reader.serve(MOVED)
+        assert process.poll() is None
         process.send_signal(signal.SIGKILL)
-    first = np.load(answer)
+    alone.serve(PROMPT)
+    kept = alone.serve(MOVED)
+    assert moved.bins["shifted"] == kept.bins["shifted"] > 0
+    np.testing.assert_array_equal(moved.logits, kept.logits)
+    assert without.serve(MOVED).bins["shifted"] == 0
     engine = engine_with(model, url)
     with engine.store:
         response = engine.serve(PROMPT, max_new_tokens=3)
         assert response.bins["exact"] == len(PROMPT) - 1
         assert response.timings["load_ms"] > 0
-        np.testing.assert_array_equal(response.logits, first)
+        np.testing.assert_array_equal(response.logits, first["prompt"])
         turn = np.concatenate([PROMPT, response.tokens, random_tokens(1, 70)]).astype(np.int32)
         assert engine.serve(turn).bins["exact"] >= len(PROMPT) - 1
     assert engine_with(model, None).serve(PROMPT).bins["exact"] == 0
@@ -95,7 +113,7 @@ def test_churn_through_a_small_pool_and_a_store_serves_the_right_rows(model):
 
 @pytest.mark.parametrize("policy", ["naive", "epic", "irminsul+repair"])
 def test_every_policy_is_served_from_the_tier_as_from_the_pool(model, policy):
-    kv, moved = memory_store(), np.concatenate([random_tokens(2, 17), PROMPT[60:290]])
+    kv, moved = memory_store(), MOVED
     first = engine_with(model, Store(kv, model, CONFIG), policy)
     with first.store:
         first.serve(PROMPT)
