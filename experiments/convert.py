@@ -6,6 +6,8 @@ from there, and several processes can share one.
 """
 
 import dataclasses
+import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -58,7 +60,7 @@ class Study:
     """The base, its text and questions, and what was measured so far."""
 
     def __init__(self, config: ConfigDict, out: Path):
-        self.config = config
+        self.config, self.out = config, out
         self.sizes = config.quick_sizes if config.quick else config.sizes
         self.base = models.load(config.base, jnp.float32)
         self.tokenizer = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
@@ -99,6 +101,8 @@ class Study:
             for form in forms:
                 if task == "shift" and form.name != self.config.main:
                     continue
+                if task == "chat" and form.name != ORIGINAL and not form.name.startswith(SHIPPED):
+                    continue  # of what people chat with
                 found = self.parts.find(form.name, task)
                 if found is None:
                     if self.config.measured_only:
@@ -130,15 +134,30 @@ class Study:
 
     def _converted(self, method: str, rope_width: int | None, rank: int | None) -> Model:
         if method != "lossless" and self.statistics is None:
-            texts, _ = subjects.documents(self.config.calibration)
-            count, length = self.config.calibration_count, self.config.calibration_length
-            separator = self.tokenizer.backend.token_to_id("<|endoftext|>")
-            blocks = convert.token_blocks(texts, self.tokenizer.encode, length, separator, count)
-            self.statistics = convert.calibrate(
-                self.base, blocks, lambda tokens: print(f"calibrated on {tokens:,} tokens", flush=True)
-            )
+            self.statistics = self._calibrated()
         conversion = convert.convert(self.base, self.statistics, method=method, rope_width=rope_width, rank=rank)
         return convert.apply(self.base, conversion)
+
+    def _calibrated(self) -> convert.Statistics:
+        """Calibrated by this process or, with the same settings, by another one of this study."""
+        texts, label = subjects.documents(self.config.calibration)
+        count, length = self.config.calibration_count, self.config.calibration_length
+        names = [field.name for field in dataclasses.fields(convert.Statistics)]
+        about = json.dumps([self.base.digest, label, count, length, names])
+        path = self.out / "statistics.npz"
+        if path.exists():
+            found = dict(np.load(path))
+            if str(found.pop("about")) == about:
+                return convert.Statistics(int(found.pop("tokens")), **found)
+        separator = self.tokenizer.backend.token_to_id("<|endoftext|>")
+        blocks = convert.token_blocks(texts, self.tokenizer.encode, length, separator, count)
+        statistics = convert.calibrate(
+            self.base, blocks, lambda tokens: print(f"calibrated on {tokens:,} tokens", flush=True)
+        )
+        partial_file = path.with_suffix(f".{os.getpid()}.npz")
+        np.savez(partial_file, about=about, **{name: getattr(statistics, name) for name in names})
+        partial_file.replace(path)
+        return statistics
 
     def _text(self, name: str, model: Model) -> Row:
         passages = [row["text"] for row in passage_questions.read(self.folder, passage_questions.WIKI)]

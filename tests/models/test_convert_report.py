@@ -11,6 +11,7 @@ from experiments.configs import convert as configuration
 from experiments.convert import Study
 from experiments.convert_parts import Parts
 from experiments.convert_plot import perplexity_ratio
+from models.convert import Statistics
 
 NAMES = ("original", "lossless", "shipped", "shipped, healed")
 
@@ -127,3 +128,27 @@ def test_parts_of_two_machines_are_no_one_study(tmp_path):
     (tmp_path / "measured.jsonl").write_text('{"variant": "original", "task": "text"}\n')
     with pytest.raises(ValueError, match=r"measured.jsonl does not begin with the environment"):
         Parts(tmp_path, (0, 1))
+
+
+def test_a_study_calibrates_once(tmp_path, monkeypatch):
+    config, calls = configuration.get_config(), []
+    draw = np.random.default_rng(0).random
+    met = draw((2, 2, 3, 4, 1, 1)) + 1j
+    found = Statistics(4, draw((2, 5, 5)), draw((2, 3, 8, 8)), *met)
+    monkeypatch.setattr("experiments.convert.subjects.documents", lambda source: ([], "none"))
+    monkeypatch.setattr("experiments.convert.convert.calibrate", lambda *arguments: calls.append(1) or found)
+
+    def calibrated():
+        study = object.__new__(Study)
+        study.config, study.out, study.base = config, tmp_path, SimpleNamespace(digest="a")
+        study.tokenizer = SimpleNamespace(backend=SimpleNamespace(token_to_id=len), encode=None)
+        return study._calibrated()
+
+    assert calibrated() is found
+    again = calibrated()
+    assert len(calls) == 1
+    assert (again.tokens, again.turned.tolist()) == (found.tokens, found.turned.tolist())
+    assert again.rows.tolist() == found.rows.tolist() != again.queries.tolist()
+    config.calibration_length = 1024
+    calibrated()
+    assert len(calls) == 2
