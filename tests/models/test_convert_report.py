@@ -141,7 +141,7 @@ def test_a_study_calibrates_once(tmp_path, monkeypatch):
     def calibrated():
         study = object.__new__(Study)
         study.config, study.out, study.base = config, tmp_path, SimpleNamespace(digest="a")
-        study.tokenizer = SimpleNamespace(backend=SimpleNamespace(token_to_id=len), encode=None)
+        study.tokenizer = SimpleNamespace(backend=SimpleNamespace(token_to_id=len), encode=np.array)
         return study._calibrated()
 
     assert calibrated() is found
