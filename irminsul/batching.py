@@ -67,6 +67,7 @@ class Batcher:
       tickets: every request by number, until ``take`` hands it out.
       ahead: what is still to be computed behind the sink for the first in line; None before it was looked at.
       blocked: the first in line waits for pages, and nobody has given any back since.
+      line: what the store reads for those in line.
     """
 
     model: Any
@@ -84,9 +85,11 @@ class Batcher:
     ahead: deque[np.ndarray] | None = None
     blocked: bool = False
     submitted: int = 0
+    line: LineReader | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.line = LineReader(self.store, self.model, self.policy, self.mode) if self.store is not None else None
+        if self.store is not None:
+            self.line = LineReader(self.store, self.model, self.policy, self.mode)
 
     @classmethod
     def create(
