@@ -205,4 +205,5 @@ def create(name: str, *, quick: bool, dtype: str, seed: int, pool_bytes: float, 
     tokens = min(1 << 20, int(pool_bytes / work_of(model, jnp.dtype(dtype).itemsize).row_bytes)) // 64 * 64
     longest = min(longest, model.max_position)
     server = Server.create(model, pool_tokens=tokens, max_prompt_tokens=longest, dtype=dtype)
+    server.segment = 64 if quick else server.segment
     return AttentionSubject(name, server, rng)

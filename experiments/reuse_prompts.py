@@ -17,9 +17,11 @@ from irminsul.compute import PackedBatch, run_prefill
 from irminsul.plan import NEW
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import new_pool
-from irminsul.prefill import complete, pack_batch, propose, settle, start_computing
+from irminsul.prefill import Admission, complete, pack_batch, propose, settle, start_computing
+from irminsul.together import fits, pack_together, run_together
 
 Placement = Literal["spread", "head", "tail"]
+TOGETHER = 4  # prompts that share a block
 HEADER = 96  # fresh tokens ahead of everything, so that nothing behind them is an exact prefix
 FULL = get_policy("full")
 # Hits are looked up and served, and what the request computed is given back: every repeat finds the same cache.
@@ -69,10 +71,14 @@ class Served:
 
 @dataclasses.dataclass
 class Server:
-    """A model and its cache, without anything that an answer needs beyond its first token."""
+    """A model and its cache, without anything that an answer needs beyond its first token.
+
+    Prompts in a row share a block where each leaves at most ``segment`` tokens to compute.
+    """
 
     model: Any
     cache: ContentCache
+    segment: int = 512
 
     @classmethod
     def create(cls, model: Any, *, pool_tokens: int, max_prompt_tokens: int, dtype: str) -> "Server":
@@ -97,26 +103,53 @@ class Server:
         return logits, admission.request.plan, 1e3 * (planned - started)
 
     def serve_in_a_row(self, prompts: Iterable[np.ndarray], policy: Policy) -> tuple[Any, Any]:
-        """Logits and plan of the last of several prompts, each planned while those before it compute.
+        """Logits and plan of the last of several prompts, planned while those before them compute; where few tokens
+        are left of ``TOGETHER`` neighbours, they share a block.
 
         A program with a loop of unknown length keeps the thread that calls it until it ends, so one thread calls and
         another plans. Planning never looks into the pool: a small one stands for it while the real one is passed on.
         """
         config = self.cache.config
         stand_in = new_pool(self.model.row_format, 1, config.page_size, config.dtype)
-        books, pool, logits, plan = dataclasses.replace(self.cache, pool=stand_in), [self.cache.pool], None, None
+        books, pool = dataclasses.replace(self.cache, pool=stand_in), [self.cache.pool]
+        waiting: list[Admission] = []
+        logits: Any = None
 
-        def compute(batch: PackedBatch, blocks: tuple[Block, ...]) -> Any:
+        def alone(batch: PackedBatch, blocks: tuple[Block, ...]) -> Any:
             settings = {"blocks": blocks, "cost": cost_model(self.model), "storage": config.storage}
             logits, _, pool[0] = run_prefill(self.model, pool[0], batch, **settings, keep_hidden=False)
             return logits
 
+        def together(batch: PackedBatch) -> Any:
+            settings = {"most_rows": config.max_prompt_tokens, "storage": config.storage}
+            logits, pool[0] = run_together(self.model, pool[0], batch, **settings)
+            return logits
+
         with ThreadPoolExecutor(1) as caller, _quick_turns():
+
+            def compute(books: ContentCache) -> tuple[ContentCache, Any]:
+                if len(waiting) == 1 or not fits(waiting[0], self.segment):
+                    (one,) = waiting
+                    batch = pack_batch(one.cache, one.placement, one.request)
+                    logits = caller.submit(alone, batch, one.blocks)
+                else:
+                    logits = caller.submit(together, pack_together(waiting, TOGETHER, self.segment))
+                for one in waiting:
+                    books = complete(books, one.request)
+                waiting.clear()
+                return books, logits
+
             for prompt in prompts:
-                admission = settle(propose(self.model, books, prompt, policy))
-                batch = pack_batch(admission.cache, admission.placement, admission.request)
-                books, plan = complete(admission.cache, admission.request), admission.request.plan
-                logits = caller.submit(compute, batch, admission.blocks)
+                proposal = propose(self.model, books, prompt, policy)
+                if waiting and not fits(proposal, self.segment):
+                    books, logits = compute(proposal.cache)
+                    proposal = dataclasses.replace(proposal, cache=books)
+                waiting.append(settle(proposal))
+                books, plan = waiting[-1].cache, waiting[-1].request.plan
+                if len(waiting) == TOGETHER or not fits(proposal, self.segment):
+                    books, logits = compute(books)
+            if waiting:
+                books, logits = compute(books)
             assert logits is not None
             last = logits.result()
         self.cache = dataclasses.replace(books, pool=pool[0])

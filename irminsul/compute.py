@@ -50,7 +50,7 @@ class PackedBatch:
     """A ``PrefillBatch`` laid into one array: the columns of tokens ``[5, capacity]``, copies and page table
     ``[7, entries]``, and both counts."""
 
-    flat: Int[Array | np.ndarray, " F"]
+    flat: Int[Array | np.ndarray, "*B F"]
     capacity: int = struct.field(pytree_node=False)
     entries: int = struct.field(pytree_node=False)
 

@@ -369,9 +369,9 @@ def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -
     return np.asarray(slots, np.int32).reshape(-1, 2)
 
 
-def pack_batch(cache: ContentCache, placement: Placement, request: Request) -> PackedBatch:
-    """Pads a placement to the capacities of the compiled program."""
-    capacity, entries = cache.config.max_prompt_tokens, cache.config.table_entries
+def pack_batch(cache: ContentCache, placement: Placement, request: Request, capacity: int | None = None) -> PackedBatch:
+    """Pads a placement to the capacities of the compiled program: ``capacity`` tokens, by default a whole prompt."""
+    capacity, entries = capacity or cache.config.max_prompt_tokens, cache.config.table_entries
     positions, table = placement.positions, request.entries
     copies = [
         (r.copied_from, page) for r, page in zip(request.fresh, request.pages.tolist(), strict=True) if r.copied_rows

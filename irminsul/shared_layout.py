@@ -1,8 +1,10 @@
 """What kernels read of a page table is the same in every layer: laid out once a block, where a kernel will read it."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from irminsul.blocks import on_hopper
@@ -20,10 +22,14 @@ def with_shared_layout(view: PagedView, model: Any, most_rows: int | None = None
         return view
     pool = view.pool
     if model.row_format.kind == "grouped" or view.form == "expanded":
-        if view.page_table.page_id.shape[0] > 1:
+        if view.page_table.page_id.shape[0] > view.segments:
             return view
-        page_size = pool.latent_pages.shape[2]
-        packed = rows_of_table(view.page_table, view.query_position, page_size, view.storage, most_rows)
+        pack = partial(rows_of_table, page_size=pool.latent_pages.shape[2], storage=view.storage, most=most_rows)
+        if view.segments == 1:
+            packed = pack(view.page_table, view.query_position)
+        else:
+            by_segment = jax.tree.map(lambda field: field[:, None], view.page_table)
+            packed = jax.lax.map(lambda one: pack(*one), (by_segment, view.query_position.reshape(view.segments, -1)))
         return dataclasses.replace(view, packed=packed)
     from pallas_kernels.rotated_latent_attention import hopper
 

@@ -5,8 +5,10 @@ differ only in their arrays.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -31,6 +33,7 @@ from pallas_kernels.rotated_latent_attention.reach import (
 )
 
 Form = Literal["absorbed", "expanded"]
+BY_TOKEN = ("query_position", "write_page", "write_row", "write_position", "dependence")
 Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
 
@@ -45,7 +48,9 @@ class PagedView:
       query_offsets: ``[B + 1]`` ranges of tokens by request.
       write_page, write_row: slot of each token; padding has ``write_page >= N`` and is dropped.
       write_position: position each token's key is stored for (``storage="base"``).
-      form: MLA attention ``absorbed`` (scores in the latent space) or ``expanded`` (keys projected up; one request).
+      form: MLA attention ``absorbed`` (scores in the latent space) or ``expanded`` (keys projected up).
+      segments: requests whose tokens are as many, padding included, and which attend one behind the other where a
+        kernel serves one request; 1 leaves the table to the kernel.
       storage: ``base`` or ``unrotated`` keys.
       implementation: of the attention op, None for the fastest.
       selection: rows each query attends to, where the model chooses them (``indexed_view.py``); None for all in view.
@@ -70,6 +75,7 @@ class PagedView:
     form: Form = struct.field(pytree_node=False, default="absorbed")
     storage: Storage = struct.field(pytree_node=False, default="base")
     implementation: Implementation | None = struct.field(pytree_node=False, default=None)
+    segments: int = struct.field(pytree_node=False, default=1)
 
     def attend_latent(
         self,
@@ -141,6 +147,15 @@ class PagedView:
     ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H K"] | None, LatentPool]:
         """Output, log-sum-exp, reach if it is measured, and the pool with the block's rows."""
         view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
+        read = partial(PagedView._read_latent, layer=layer, w_uk=w_uk, w_uv=w_uv, rotary=rotary, scale=scale)
+        out, lse, reach = view._by_segment(read, q_nope, q_rope)
+        return out, lse, reach, view.pool
+
+    def _read_latent(
+        self, q_nope: Any, q_rope: Any, *, layer: Any, w_uk: Any, w_uv: Any, rotary: RotaryTable, scale: float
+    ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H K"] | None]:
+        """``_latent`` of rows that are written."""
+        view = self
         pages = (view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary)
         reach = None
         if self.form == "expanded":
@@ -163,7 +178,7 @@ class PagedView:
                     packed=self.packed,
                     implementation=self.implementation,
                 )
-            return out, lse, reach, view.pool
+            return out, lse, reach
         absorbed = (jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, self.query_position, self.query_offsets, *pages)
         if self._needs_more:
             out, lse, reach = rotated_latent_attention_with_reach(
@@ -182,7 +197,27 @@ class PagedView:
                 planned=self.planned,
                 implementation=self.implementation,
             )
-        return jnp.einsum("MHC,HCV->MHV", out, w_uv), lse, reach, view.pool
+        return jnp.einsum("MHC,HCV->MHV", out, w_uv), lse, reach
+
+    def _by_segment(self, read: Any, *queries: Array) -> tuple[Any, Any, Any]:
+        """What ``read`` gives for this view, one segment after the other."""
+        if self.segments == 1:
+            return read(self, *queries)
+        tokens = self.query_position.shape[0] // self.segments
+        by_token = {name: getattr(self, name) for name in BY_TOKEN}
+        cut = jax.tree.map(lambda array: array.reshape(self.segments, tokens, *array.shape[1:]), (by_token, queries))
+        table = jax.tree.map(lambda field: field[:, None], self.page_table)
+        offsets = jnp.array([0, tokens], jnp.int32)
+
+        def attend(segment):
+            table, packed, (by_token, queries) = segment
+            own = dataclasses.replace(
+                self, **by_token, page_table=table, packed=packed, query_offsets=offsets, segments=1
+            )
+            return read(own, *queries)
+
+        found = jax.lax.map(attend, (table, self.packed, cut))
+        return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), found)
 
     def _grouped(
         self, *, layer: Any, query: Any, key: Any, value: Any, rotary: RotaryTable, scale: float
@@ -191,6 +226,15 @@ class PagedView:
         tokens, key_heads, _ = key.shape
         stored = self._stored_key(key, rotary)
         view = self._write(layer, value.reshape(tokens, -1), stored.reshape(tokens, -1))
+        read = partial(PagedView._read_grouped, key_heads=key_heads, layer=layer, rotary=rotary, scale=scale)
+        out, lse, reach = view._by_segment(read, query)
+        return out, lse, reach, view.pool
+
+    def _read_grouped(
+        self, query: Any, *, key_heads: int, layer: Any, rotary: RotaryTable, scale: float
+    ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"] | None]:
+        """``_grouped`` of rows that are written."""
+        view = self
         operands = (
             query,
             self.query_position,
@@ -202,15 +246,15 @@ class PagedView:
             rotary,
         )
         if self._needs_more:
-            return *rotated_grouped_attention_with_reach(
+            return rotated_grouped_attention_with_reach(
                 *operands, key_heads=key_heads, scale=scale, storage=self.storage, distances=self._distances,
                 packed=self.packed, value_scale=view.pool.latent_scale, implementation=self.implementation,
-            ), view.pool  # fmt: skip
+            )  # fmt: skip
         out, lse = rotated_grouped_attention(
             *operands, key_heads=key_heads, scale=scale, storage=self.storage, packed=self.packed,
             implementation=self.implementation,
         )  # fmt: skip
-        return out, lse, None, view.pool
+        return out, lse, None
 
     def with_selection(self, count: int) -> "PagedView":
         """See ``KVView``."""

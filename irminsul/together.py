@@ -1,0 +1,125 @@
+"""New tokens of several prompts in one block.
+
+A hit leaves few tokens to compute, and few tokens use a GPU badly: all weights are read for them. Prompts that wait can
+share that. Each has a segment of the block, as long as the others', and its own page table; everything but attention is
+computed for all of them at once.
+
+Prompts of a block are planned before any of them is computed, so none looks up what another one stores. Where it walks
+into pages of a neighbour all the same, behind a page that both continue, they hold what it reads: in every layer all
+rows of the block are written before anything attends.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from irminsul.blocks import Mode
+from irminsul.cache import ContentCache
+from irminsul.compute import PackedBatch
+from irminsul.policies import Policy
+from irminsul.pool import LatentPool, copy_pages
+from irminsul.prefill import Admission, Request, pack_batch, propose, settle, start_computing
+from irminsul.shared_layout import with_shared_layout
+from irminsul.view import PagedView
+from pallas_kernels.page_table import PageTable, Storage
+
+
+def prefill_together(
+    model: Any,
+    cache: ContentCache,
+    prompts: Sequence[np.ndarray],
+    policy: str | Policy = "irminsul",
+    *,
+    count: int = 4,
+    segment: int = 512,
+    namespace: str = "default",
+    mode: Mode = "fast",
+) -> tuple[list[Float[Array, " V"]], ContentCache, list[Request]]:
+    """Logits after every prompt, the next cache, and the requests, each of which ``prefill.complete`` ends.
+
+    ``count`` neighbours that leave at most ``segment`` tokens to compute share a block, the others have blocks of their
+    own. Arguments and errors are otherwise those of ``prefill``; an error of a later prompt leaves those before it
+    admitted.
+    """
+    requests: list[Request] = []
+    logits: list[Float[Array, " V"]] = []
+    waiting: list[Admission] = []
+
+    def compute(cache: ContentCache) -> ContentCache:
+        if not waiting:
+            return cache
+        batch = pack_together(waiting, count, segment)
+        together, pool = run_together(
+            model, cache.pool, batch, most_rows=cache.config.max_prompt_tokens, storage=cache.config.storage
+        )
+        logits.extend(together[: len(waiting)])
+        waiting.clear()
+        return dataclasses.replace(cache, pool=pool)
+
+    for prompt in prompts:
+        proposal = propose(model, cache, prompt, policy, namespace=namespace, mode=mode)
+        requests.append(proposal.request)
+        if fits(proposal, segment):
+            waiting.append(settle(proposal))
+            cache = waiting[-1].cache
+            cache = compute(cache) if len(waiting) == count else cache
+            continue
+        proposal = dataclasses.replace(proposal, cache=compute(proposal.cache))
+        alone, _, proposal = start_computing(model, proposal)
+        logits.append(alone)
+        cache = settle(proposal).cache
+    return logits, compute(cache), requests
+
+
+def fits(admission: Any, segment: int) -> bool:
+    """Whether what an admission or a proposal leaves to compute goes into a segment."""
+    return len(admission.placement.positions) <= segment
+
+
+def pack_together(admissions: Sequence[Admission], count: int, segment: int) -> PackedBatch:
+    """One array a prompt, ``[count, F]``; empty ones for prompts that are missing."""
+    config, pages = admissions[0].cache.config, admissions[0].cache.tree.num_pages
+    packed = [pack_batch(one.cache, one.placement, one.request, segment) for one in admissions]
+    flat = np.zeros((count, 5 * segment + 7 * config.table_entries + 2), np.int32)
+    flat[:, segment : 2 * segment], flat[:, 2 * segment : 3 * segment] = -1, pages
+    flat[: len(packed)] = [one.flat for one in packed]
+    return PackedBatch(flat, segment, config.table_entries)
+
+
+def compute_together(
+    model: Any, pool: LatentPool, batch: PackedBatch, *, most_rows: int, storage: Storage
+) -> tuple[Float[Array, "B V"], LatentPool]:
+    """Copies pages, then computes the segments of all prompts as one block: logits after the last token of each, and
+    the next pool."""
+    count, segment = batch.flat.shape[0], batch.capacity
+    each = [dataclasses.replace(batch, flat=flat).unpacked() for flat in jnp.asarray(batch.flat)]
+    for one in each:
+        pool = copy_pages(pool, one.copy_source, one.copy_target, one.copy_count)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate([part.reshape(-1) for part in parts]), *each)
+    table = jax.tree.map(lambda field: field.reshape(count, -1), joined.page_table)
+    view = PagedView(
+        pool=pool,
+        page_table=PageTable(*jax.tree.leaves(table)),
+        query_position=joined.positions,
+        query_offsets=segment * jnp.arange(count + 1, dtype=jnp.int32),
+        write_page=joined.write_page,
+        write_row=joined.write_row,
+        write_position=joined.write_position,
+        dependence=pool.empty_profiles(count * segment),
+        form="expanded",
+        storage=storage,
+        segments=count,
+    )
+    view = with_shared_layout(view, model, most_rows=most_rows)
+    hidden, view = model.forward(joined.tokens, joined.positions, view)
+    last = jnp.maximum(joined.count, 1) - 1 + segment * jnp.arange(count, dtype=jnp.int32)
+    return model.unembed(hidden[last]), view.finished_pool()
+
+
+run_together = jax.jit(compute_together, static_argnames=("most_rows", "storage"), donate_argnames=("pool",))
+"""``compute_together`` as one compiled program, the pool in place."""

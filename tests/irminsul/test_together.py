@@ -1,0 +1,49 @@
+"""Several prompts in one block: what each would get alone."""
+
+import numpy as np
+import pytest
+
+from irminsul.cache import CacheConfig, new_cache
+from irminsul.prefill import complete, prefill
+from irminsul.together import prefill_together
+from models import random_model
+from tests.irminsul.conftest import SMALL_CHUNKS
+from tests.irminsul.serving import random_tokens
+from tests.irminsul.test_dependence import TINY_GQA
+from tests.tolerances import assert_close
+
+CONFIG = CacheConfig(
+    num_pages=97, page_size=13, max_prompt_tokens=409, max_new_tokens=19, chunking=SMALL_CHUNKS, dependence=False
+)
+
+
+@pytest.mark.parametrize("name", ["mla", "gqa"])
+def test_prompts_of_one_block_get_what_they_get_alone(name, model):
+    subject = model if name == "mla" else random_model(TINY_GQA)
+    document, other = random_tokens(0, 250), random_tokens(1, 61)
+    prompts = [
+        np.concatenate([random_tokens(2, 17), document, random_tokens(3, 23)]),  # moved rows
+        other,
+        np.concatenate([other[:50], random_tokens(4, 9)]),  # begins as its neighbour, which is not computed yet
+        random_tokens(5, 203),  # more than a segment holds
+        np.concatenate([document[:200], random_tokens(6, 11)]),
+    ]
+    alone, cache = [], warm(subject, document)
+    for prompt in prompts:
+        result = prefill(subject, cache, prompt, mode="deterministic")
+        alone.append((np.asarray(result.logits), result.request.plan.bins))
+        cache = complete(result.cache, result.request)
+    cache = warm(subject, document)
+    logits, cache, requests = prefill_together(subject, cache, prompts, count=3, segment=101, mode="deterministic")
+    for (expected, bins), got, request in zip(alone, logits, requests, strict=True):
+        assert_close(got, expected)
+        assert request is requests[2] or request.plan.bins == bins
+        cache = complete(cache, request)
+    assert requests[0].plan.bins["shifted"] > 150
+    assert alone[2][1]["exact"] == 50 > requests[2].plan.bins["exact"]
+    assert not cache.in_flight.any()
+
+
+def warm(subject, document):
+    result = prefill(subject, new_cache(CONFIG, subject.row_format), document, mode="deterministic")
+    return complete(result.cache, result.request)
