@@ -13,13 +13,14 @@ from models import families, layers, mla
 from models.checkpoint import read_parameters
 from models.families import Model
 from models.kv_view import DenseView
+from models.mistral_params import config_of
 from models.safetensors_reader import stored_array
 from models.variants import CONVERTED, VARIANTS
 from tests.tolerances import PARITY, assert_close
 from tools.models_page import PAGE, SAME_PROGRAM, errors_on
 
 FOLDER = Path(__file__).parents[1] / "fixtures" / "parity"
-RELATIVES = ("deepseek", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "mistral4", "youtu")
+RELATIVES = ("deepseek", "glm4_moe_lite", "glm_moe_dsa", "longcat_flash", "minicpm3", "mistral", "youtu")
 FIXTURES = sorted(path for path in FOLDER.glob("*.npz") if path.stem.startswith(RELATIVES))
 STATED = errors_on(PAGE.read_text())
 
@@ -58,7 +59,17 @@ def test_parity_with_transformers(path):
 
 def test_there_is_a_fixture_for_every_published_variant():
     found = {json.loads(str(np.load(path)["config"]))["model_type"] for path in FIXTURES}
-    assert set(VARIANTS) - {CONVERTED, "mistral_large_3"} == found  # what transformers has no model of is named
+    assert set(VARIANTS) - {CONVERTED} == found
+
+
+def test_mistrals_own_form_of_a_config_says_the_same():
+    fixture = np.load(FOLDER / "mistral_large_3.npz")
+    read, of_params = (
+        families.read_config(fields)[1]
+        for fields in (json.loads(str(fixture["config"])), config_of(json.loads(str(fixture["params"]))))
+    )
+    names = ("bos_token_id", "eos_token_id")  # params.json has none
+    assert dataclasses.replace(of_params, **{name: getattr(read, name) for name in names}) == read
 
 
 def test_forward_is_the_norm_of_the_last_state():

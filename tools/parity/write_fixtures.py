@@ -20,6 +20,7 @@ import zlib
 from pathlib import Path
 
 import aggregated
+import consolidated
 import families
 import numpy as np
 import recurrent
@@ -38,7 +39,7 @@ def cases() -> dict[str, tuple[str, dict]]:
     found: dict[str, tuple[str, dict]] = {}
     for module in pkgutil.iter_modules(families.__path__):
         found |= importlib.import_module(f"families.{module.name}").CASES
-    return found | recurrent.CASES | aggregated.CASES
+    return found | recurrent.CASES | aggregated.CASES | consolidated.CASES
 
 
 def draw_weights(model: torch.nn.Module, draw: np.random.RandomState) -> None:
@@ -136,7 +137,9 @@ def main() -> int:
     chosen = {name: case for name, case in cases().items() if name.startswith(arguments.only)}
     failed = []
     for name, (architecture, fields) in chosen.items():
-        writer = next((own for own in (recurrent, aggregated) if name in own.CASES), sys.modules[__name__])
+        writer = next(
+            (own for own in (recurrent, aggregated, consolidated) if name in own.CASES), sys.modules[__name__]
+        )
         arrays = writer.fixture(name, architecture, fields)
         if arguments.check:
             failed += differences(name, arrays)
