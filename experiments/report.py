@@ -37,7 +37,9 @@ def environment() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu")]
     return {
+        **({"xla_flags": " ".join(flags)} if flags and device.platform == "gpu" else {}),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "processor": _processor(),
@@ -97,6 +99,7 @@ def _last_part(value: Any) -> Any:
 def _report(record: dict[str, Any], result: StudyResult) -> str:
     where = record["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    flags = f' `XLA_FLAGS="{where["xla_flags"]}"`.' if "xla_flags" in where else ""
     parts = [f"# {result['title']}"]
     parts += result.get("notes", [])
     parts += [f"![{name}]({name})" for name in result.get("figures", [])]
@@ -106,7 +109,7 @@ def _report(record: dict[str, Any], result: StudyResult) -> str:
     parts.append("## Settings\n\n" + markdown_table(("name", "value"), settings))
     parts.append(
         f"## Environment\n\n{where['system']}, {where['processor']}, {where['cores']} cores, "
-        f"{where['devices']} x {where['device_kind']} ({where['device']}), Python {where['python']}; {versions}."
+        f"{where['devices']} x {where['device_kind']} ({where['device']}), Python {where['python']}; {versions}.{flags}"
     )
     command = reproduce.command(record["study"], record["config"])
     parts.append(f"## How to reproduce\n\n```sh\n{command}\n```")
