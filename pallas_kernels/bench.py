@@ -115,11 +115,14 @@ def run(specs: list[ArgSpec], repeats: int, matmul_size: int) -> Iterator[dict[s
     with ThreadPoolExecutor(COMPILING_THREADS) as pool:
         programs = [pool.submit(compiled, task) for task in tasks]
     # All of them before the first is timed: compiling tries kernels on the device.
+    groups: dict[Any, list[tuple[Task, jax.stages.Compiled]]] = {}
     for task, program in zip(tasks, programs, strict=True):
-        for row in timed_rows(task, program.result(), repeats):
+        groups.setdefault((task.form, task.spec, task.storage), []).append((task, program.result()))
+    for group in groups.values():
+        for row in timed_rows(group, repeats):
             print(json.dumps(row), flush=True)
             rows.append(row)
-        if not task.rotation:
+        if not group[-1][0].rotation:
             copies.append(copy_gbps(matmul_size))
             products.append(matmul_tflops(matmul_size))
         ceilings = {
@@ -207,26 +210,31 @@ def compiled(task: Task) -> jax.stages.Compiled:
     return jax.jit(program).lower(jax.eval_shape(lambda: operands_of(task))).compile()
 
 
-def timed_rows(task: Task, program: jax.stages.Compiled, repeats: int) -> Iterator[dict[str, Any]]:
-    """One row a pattern of the task."""
-    operands = operands_of(task)
-    for pattern in task.patterns:
-        spec = replace(task.spec, delta_pattern=pattern)
-        operands["page_table"] = arguments(spec, layers=1, capacity=task.capacity)["page_table"]
-        jax.block_until_ready(program(operands))
-        totals, largest = [], []
-        for _ in range(repeats):
+def timed_rows(group: list[tuple[Task, jax.stages.Compiled]], repeats: int) -> Iterator[dict[str, Any]]:
+    """One row a task and pattern; all read the same operands and take turns, so that drifting clocks meet all alike."""
+    operands = operands_of(group[0][0])
+    cases = [(task, program, replace(task.spec, delta_pattern=p)) for task, program in group for p in task.patterns]
+    tables = [arguments(spec, layers=1, capacity=task.capacity)["page_table"] for task, _, spec in cases]
+    times: list[list[tuple[float, float]]] = [[] for _ in cases]
+    last: list[Any] = [None] * len(cases)
+    for turn in range(repeats + 1):
+        for case, ((task, program, _), table) in enumerate(zip(cases, tables, strict=True)):
+            operands["page_table"] = table
             start = time.perf_counter()
-            results = jax.block_until_ready(program(operands))
+            last[case] = jax.block_until_ready(program(operands))
             wall = 1e6 * (time.perf_counter() - start)
-            results, kernels = kernel_microseconds(program, operands)
-            totals.append(sum(kernels.values()) / task.calls if kernels else wall / task.calls)
-            largest.append(max(kernels.values()) / task.calls if kernels else wall / task.calls)
+            if turn == 0:
+                continue
+            last[case], kernels = kernel_microseconds(program, operands)
+            of_kernels = sum(kernels.values()), max(kernels.values(), default=0.0)
+            times[case].append(tuple(time_ / task.calls for time_ in (of_kernels if kernels else (wall, wall))))
+    for (task, _, spec), table, results, measured in zip(cases, tables, last, times, strict=True):
+        totals, largest = (list(column) for column in zip(*measured, strict=True))
+        operands["page_table"] = table
         microseconds = statistics.median(totals)
         error = None
         if task.form == "absorbed" and task.rotation:
-            out, lse = results
-            error = errors(task, operands, out, lse, frequencies(spec))
+            error = errors(task, operands, *results, frequencies(spec))
         yield {
             "form": task.form,
             "heads": spec.heads,
@@ -234,7 +242,7 @@ def timed_rows(task: Task, program: jax.stages.Compiled, repeats: int) -> Iterat
             "query_tokens": spec.query_tokens,
             "kv_length": spec.kv_length,
             "rotation": task.rotation,
-            "delta_pattern": pattern,
+            "delta_pattern": spec.delta_pattern,
             "storage": task.storage,
             "microseconds": round(microseconds, 2),
             "kernel_microseconds": round(statistics.median(largest), 2),
