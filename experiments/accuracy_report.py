@@ -20,6 +20,7 @@ from experiments.plots import STYLE, TITLE_WIDTH
 REPAIR = "irminsul+repair"
 Rows = Sequence[dict[str, Any]]
 SMALLEST_KL = 1e-8  # nats; below it is rounding
+FIGURES = {"exact_match": "right answers", "kl": "KL to full prefill (nats)", "f1": "F1 of generated answers"}
 # What is drawn, in this order; the others coincide with one of them or are no point of a curve.
 KINDS = {
     "full": ("#3b3b3b", "full prefill"),
@@ -34,13 +35,16 @@ KINDS = {
 
 
 def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
-    """The study's result; draws ``accuracy.png`` and ``divergence.png``."""
+    """The study's result; draws ``accuracy.png``, ``divergence.png`` and, where answers are generated, ``f1.png``."""
     notes = list(dict.fromkeys(row["weights"] for row in rows))
     cells = cells_of(rows, config.draws, config.seed)
     summary = summarise(cells)
     title = headline(cells)
-    plot(cells, "exact_match", title, out / "accuracy.png")
-    plot(cells, "kl", title, out / "divergence.png")
+    figures = {"exact_match": "accuracy.png", "kl": "divergence.png"}
+    if any("f1" in cell for cell in cells):
+        figures["f1"] = "f1.png"
+    for quantity, name in figures.items():
+        plot([cell for cell in cells if quantity in cell], quantity, title, out / name)
     public = [{name: value for name, value in row.items() if name not in ("kl_tokens", "weights")} for row in rows]
     return {
         "title": title,
@@ -53,7 +57,7 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
             "over items.",
         ],
         "tables": [table(cells, model) for model in dict.fromkeys(cell["model"] for cell in cells)],
-        "figures": ["accuracy.png", "divergence.png"],
+        "figures": list(figures.values()),
     }
 
 
@@ -222,7 +226,7 @@ def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> 
     Lines begin at what all of them are without a budget; full prefill is a dashed line (its divergence is 0).
 
     Args:
-      quantity: "exact_match", or "kl" on a logarithmic axis.
+      quantity: one of ``FIGURES``; "kl" on a logarithmic axis.
     """
     model = cells[0]["model"]
     cells = [cell for cell in cells if cell["model"] == model]
@@ -243,7 +247,7 @@ def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> 
             axis.set_xlabel("recomputed (% of reused tokens)")
             axis.tick_params(labelbottom=True)
         for row in axes:
-            row[0].set_ylabel("right answers" if quantity == "exact_match" else "KL to full prefill (nats)")
+            row[0].set_ylabel(FIGURES[quantity])
         handles, labels = axes[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
         figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
@@ -258,7 +262,7 @@ def _panel(axis: Any, cells: list[dict[str, Any]], quantity: str) -> None:
         if not line:
             continue
         if kind == "full":
-            if quantity == "exact_match":
+            if quantity != "kl":
                 axis.axhline(line[0][quantity], color=colour, linestyle="--", linewidth=1, label=label)
             continue
         if ":" in line[0]["policy"]:
