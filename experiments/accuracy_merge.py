@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     config, rows = merged(given.rows)
     result = accuracy_report.describe(config, rows, given.out)
-    counted = {(row["model"], row["task"]): set() for row in rows}
+    counted: dict[tuple[str, str], set[int]] = {(row["model"], row["task"]): set() for row in rows}
     for row in rows:
         counted[row["model"], row["task"]].add(row["item"])
     items = "; ".join(f"{model} {task} {len(found)}" for (model, task), found in counted.items())

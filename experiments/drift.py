@@ -134,7 +134,7 @@ def describe(config: ConfigDict, rows: list[dict[str, Any]], note: str, out: Pat
     summary: dict[str, float] = {}
     lines = []
     for name in names:
-        means = [mean_interval(kl[name][begin:end].mean(axis=0)) for begin, end in spans]
+        means = [mean_interval(kl[name][begin:end].mean(axis=0).tolist()) for begin, end in spans]
         for when, (mean, *_) in (("first", means[0]), ("last", means[-1])):
             summary[f"kl_{when}_turns_{word(name)}"] = mean
         bins = [row["bins"] for row in rows if row["policy"] == name and row["turn"]]
