@@ -226,15 +226,16 @@ def timed_rows(group: list[tuple[Task, jax.stages.Compiled]], repeats: int) -> I
             if turn == 0:
                 continue
             last[case], kernels = kernel_microseconds(program, operands)
-            of_kernels = sum(kernels.values()), max(kernels.values(), default=0.0)
-            times[case].append(tuple(time_ / task.calls for time_ in (of_kernels if kernels else (wall, wall))))
+            total, largest = (sum(kernels.values()), max(kernels.values())) if kernels else (wall, wall)
+            times[case].append((total / task.calls, largest / task.calls))
     for (task, _, spec), table, results, measured in zip(cases, tables, last, times, strict=True):
-        totals, largest = (list(column) for column in zip(*measured, strict=True))
+        totals = [total for total, _ in measured]
         operands["page_table"] = table
         microseconds = statistics.median(totals)
         error = None
         if task.form == "absorbed" and task.rotation:
-            error = errors(task, operands, *results, frequencies(spec))
+            out, lse = results
+            error = errors(task, operands, out, lse, frequencies(spec))
         yield {
             "form": task.form,
             "heads": spec.heads,
@@ -245,7 +246,7 @@ def timed_rows(group: list[tuple[Task, jax.stages.Compiled]], repeats: int) -> I
             "delta_pattern": spec.delta_pattern,
             "storage": task.storage,
             "microseconds": round(microseconds, 2),
-            "kernel_microseconds": round(statistics.median(largest), 2),
+            "kernel_microseconds": round(statistics.median(largest for _, largest in measured), 2),
             "spread": round((max(totals) - min(totals)) / microseconds, 4),
             "tflops": round(spec.flops / microseconds * 1e-6, 1),
             "gbps": round(spec.row_bytes / microseconds * 1e-3, 1),
