@@ -13,6 +13,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
     )
 )
 
