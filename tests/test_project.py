@@ -157,8 +157,12 @@ def test_make_test_runs_lint_types_and_every_test():
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
     }
     recipe = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
-    for step in ("ruff check .", "ruff format --check .", "mypy", "mkdocs build --quiet", "python -m pytest"):
+    for step in ("ruff check .", "ruff format --check .", "mypy", "mkdocs build --quiet"):
         assert any(line.endswith(step) for line in recipe.splitlines()), f"{step!r} not in\n{recipe}"
+    runs = [line.partition(" -m pytest ")[2].split() for line in recipe.splitlines() if " -m pytest " in line]
+    for path in (str(path.relative_to(ROOT)) for path in tracked_files() if path.name.startswith("test_")):
+        holders = [run for run in runs if f"--ignore={path}" not in run and path.startswith(tuple(run))]
+        assert len(holders) == 1, f"{path} is run {len(holders)} times"
 
 
 def test_hooks_come_from_this_repository_only():
