@@ -119,7 +119,7 @@ def serve(
     pools = tuple(without_dependence(admission.cache.pool) for admission in admissions)
     storage = caches[0].config.storage
     alone = dataclasses.replace(block, slots=block.slots[:, :0])  # whatever the continuation, one program
-    logits, first, after = compute(model, pools, alone, storage=storage, keep_pool=steps > 0)
+    logits, first, after = compute(model, pools, alone, storage=storage)
     generated = jnp.zeros((len(asked), 0), jnp.int32)
     if steps:
         small = dataclasses.replace(block, **{name: getattr(block, name)[:, :1] for name in _OF_TOKENS})
@@ -202,7 +202,7 @@ def remember(
         padded = [*admissions, *[admissions[0]] * (len(caches) - len(here))]
         block = pack(padded, [_only(admission) for admission in padded], 0)
         pools = tuple(admission.cache.pool for admission in padded)
-        _, _, pools = compute(model, pools, block, storage=caches[0].config.storage, keep_pool=True)
+        _, _, pools = compute(model, pools, block, storage=caches[0].config.storage)
         for index, admission, pool in zip(here, admissions, pools[: len(here)], strict=True):
             cache = dataclasses.replace(admission.cache, pool=pool)
             caches[index] = complete(cache, admission.request)
@@ -308,16 +308,16 @@ def _copies(placement: Any, request: Request) -> list[tuple[int, int]]:
     return [*copies, *zip(placement.private.tolist(), request.private.tolist(), strict=True)]
 
 
-@partial(jax.jit, static_argnames=("storage", "keep_pool"))
+@partial(jax.jit, static_argnames="storage")
 def compute(
-    model: Any, pools: tuple[LatentPool, ...], block: Block, *, storage: Any, keep_pool: bool
+    model: Any, pools: tuple[LatentPool, ...], block: Block, *, storage: Any
 ) -> tuple[Float[Array, "B n V"], Int[Array, " B"], tuple[LatentPool, ...]]:
     """Computes the block of every prompt: logits at the kept tokens, the most likely token behind each prompt, and the
     pools. Pools go in and come out one by one, since each belongs to a cache."""
     stacked = _stacked(pools)
     copies = jnp.max(jnp.sum(block.copy_target < stacked.latent_pages.shape[2], axis=1))
     logits, first, after = jax.vmap(partial(_compute_one, model, copies=copies, storage=storage))(stacked, block)
-    return logits, first, _unstacked(after, len(pools)) if keep_pool else ()
+    return logits, first, tuple(jax.tree.map(partial(_item, index), after) for index in range(len(pools)))
 
 
 @partial(jax.jit, static_argnames="storage")
@@ -330,10 +330,6 @@ def continue_greedily(
 
 def _stacked(pools: tuple[LatentPool, ...]) -> LatentPool:
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *pools)
-
-
-def _unstacked(pool: LatentPool, count: int) -> tuple[LatentPool, ...]:
-    return tuple(jax.tree.map(partial(_item, index), pool) for index in range(count))
 
 
 def _item(index: int, leaf: Array) -> Array:

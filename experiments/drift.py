@@ -80,7 +80,7 @@ def serve_and_keep(
     admissions = admitted(model, caches, asked, policy)
     pools = tuple(admission.cache.pool for admission in admissions)
     block = pack(admissions, asked, 0)
-    logits, _, after = compute(model, pools, block, storage=caches[0].config.storage, keep_pool=True)
+    logits, _, after = compute(model, pools, block, storage=caches[0].config.storage)
     kept = []
     for admission, pool in zip(admissions, after, strict=True):
         kept.append(complete(dataclasses.replace(admission.cache, pool=pool), admission.request))

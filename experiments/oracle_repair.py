@@ -35,7 +35,7 @@ def true_deviations(
     pools = tuple(without_dependence(admission.cache.pool) for admission in full)
     block = pack(full, asked, 0)
     storage = caches[0].config.storage
-    _, _, after = compute(model, pools, block, storage=storage, keep_pool=True)
+    _, _, after = compute(model, pools, block, storage=storage)
     found = []
     for cache, admission, reused, pool in zip(
         caches, full, admitted(model, caches, asked, get_policy("irminsul"), mode=mode), after, strict=True
