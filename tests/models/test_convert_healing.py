@@ -114,7 +114,7 @@ def test_int8_differences_come_back(pair, healing, tensors, tmp_path):
     further = dataclasses.replace(healing, begin=healed.load_changes(student, tmp_path))
     begun = further.tensors(further.first_state())
     assert_close(begun["kv_down"], tensors["kv_down"], atol=1e-2)
-    assert np.abs(np.asarray(healing.start["kv_down"] - tensors["kv_down"])).max() > 5e-2
+    assert np.abs(np.asarray(healing.start["kv_down"] - tensors["kv_down"])).max() > 3e-2
     with pytest.raises(FileNotFoundError, match="heal the model first"):
         healed.load(student, tmp_path / "none")
 
