@@ -108,8 +108,8 @@ def trained(config: ConfigDict, steps: int, kept: Path) -> tuple[Any, list[tuple
                 params = jax.tree.unflatten(tree, [jnp.asarray(saved[f"leaf {at}"]) for at in range(len(leaves))])
                 return params, [(int(step), float(loss)) for step, loss in saved["losses"]]
     params, losses = train(config, steps)
-    arrays = {f"leaf {at}": np.asarray(leaf) for at, leaf in enumerate(jax.tree.leaves(params))}
-    np.savez(kept, settings=settings, losses=np.asarray(losses), **arrays)
+    arrays: dict[str, Any] = {f"leaf {at}": np.asarray(leaf) for at, leaf in enumerate(jax.tree.leaves(params))}
+    np.savez(kept, **arrays, settings=settings, losses=np.asarray(losses))
     return params, losses
 
 

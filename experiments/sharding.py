@@ -9,7 +9,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,14 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
         rows += steps.once("load", ("preset", "checkpoint_gb", "filled"), lambda: _loaded(settings, shape, meshes))
     timed = _Timed(settings, shape)
     for name in ["one device", *listed(settings["timed_meshes"])] if settings["repeats"] else []:
-        keys = ("preset", "layers", "dtype", "length", "repeats", "seed")
-        rows += steps.once(f"time {name}", keys, lambda name=name: timed.rows(name))
+        rows += steps.once(
+            f"time {name}", ("preset", "layers", "dtype", "length", "repeats", "seed"), partial(timed.rows, name)
+        )
     compared = _Compared(settings, shape)
     for name, mesh in meshes.items() if settings["compared"] else []:
-        keys = ("preset", "compared_layers", "compared", "seed")
-        rows += steps.once(f"compare {name}", keys, lambda name=name, mesh=mesh: compared.rows(name, mesh))
+        rows += steps.once(
+            f"compare {name}", ("preset", "compared_layers", "compared", "seed"), partial(compared.rows, name, mesh)
+        )
     if listed(settings["process_meshes"]):
         rows += steps.once("processes", ("processes", "process_meshes"), lambda: _processes(settings))
     if not rows:

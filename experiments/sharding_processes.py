@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def difference(many: np.ndarray, one: np.ndarray) -> float:
     return float(np.max(np.abs(many - one)) / np.std(one))
 
 
-def compare(meshes: list[str], processes: int) -> dict[str, dict[str, float]]:
+def compare(meshes: Sequence[str], processes: int) -> dict[str, dict[str, float]]:
     """By mesh: logits of ``processes`` processes against those of one device, new and with reused rows, over their
     deviation; and rows reused.
 

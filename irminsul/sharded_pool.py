@@ -58,15 +58,17 @@ def attend_on_mesh(
     write_page: Int[Array, " M"],
     split_by_heads: dict[str, tuple[Array, int]],
     shared: tuple[Any, ...],
+    by_pages: Any = None,
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M K"] | None, LatentPool]:
     """Runs ``attend`` on every device's part of the pool and of the heads, and puts the parts together.
 
     Args:
-      attend: called as ``attend(pool, page_table, write_page, *shared, **heads)`` with one device's part.
+      attend: called as ``attend(pool, page_table, write_page, by_pages, *shared, **heads)`` with one device's part.
       pool, page_table, write_page: whole, as ``PagedView`` has them.
       kind: of the rows.
       split_by_heads: operands by name, each with the axis that counts heads.
       shared: operands that every device sees whole.
+      by_pages: operands of which each device has, along the second axis, what concerns its pages.
 
     Returns:
       The output of all heads, the largest reach over heads (None if ``attend`` measures none), and the pool.
@@ -78,10 +80,9 @@ def attend_on_mesh(
     }
     specs = pool_specs(pool, kind)
 
-    def of_device(pool, page_table, write_page, heads, *shared):
-        out, lse, reach, pool = attend(
-            pool, _own_entries(page_table, pool.num_pages), _own_page(write_page, pool.num_pages), *shared, **heads
-        )
+    def of_device(pool, page_table, write_page, heads, by_pages, *shared):
+        own = own_entries(page_table, pool.num_pages), own_page(write_page, pool.num_pages)
+        out, lse, reach, pool = attend(pool, *own, by_pages, *shared, **heads)
         if SEQUENCE in axes:
             out, reach = _merge(out, lse, reach)
         if reach is not None:
@@ -89,16 +90,16 @@ def attend_on_mesh(
             reach = lax.pmax(reach, TENSOR) if TENSOR in axes else reach
         return out, reach, pool
 
-    replicated = PartitionSpec()
+    replicated, columns = PartitionSpec(), spec(None, SEQUENCE, among=axes)
     return jax.shard_map(
         of_device,
-        in_specs=(specs, replicated, replicated, heads, *(replicated for _ in shared)),
+        in_specs=(specs, replicated, replicated, heads, columns, *(replicated for _ in shared)),
         out_specs=(spec(None, TENSOR, None, among=axes), replicated, specs),
         check_vma=False,
-    )(pool, page_table, write_page, {name: operand for name, (operand, _) in split_by_heads.items()}, *shared)
+    )(pool, page_table, write_page, {name: operand for name, (operand, _) in split_by_heads.items()}, by_pages, *shared)
 
 
-def _own_entries(page_table: PageTable, pages: int) -> PageTable:
+def own_entries(page_table: PageTable, pages: int) -> PageTable:
     """The table as this device sees it: entries of pages that lie elsewhere are empty."""
     if SEQUENCE not in jax.sharding.get_abstract_mesh().axis_names:
         return page_table
@@ -111,7 +112,7 @@ def _own_entries(page_table: PageTable, pages: int) -> PageTable:
     )
 
 
-def _own_page(page: Int[Array, " M"], pages: int) -> Int[Array, " M"]:
+def own_page(page: Int[Array, " M"], pages: int) -> Int[Array, " M"]:
     """Local numbers of pages; those that lie elsewhere become ``pages``, which is dropped."""
     if SEQUENCE not in jax.sharding.get_abstract_mesh().axis_names:
         return page
@@ -141,7 +142,7 @@ def set_rows(
     pages = PartitionSpec(None, SEQUENCE)
 
     def of_device(array, page, row, values):
-        return array.at[:, _own_page(page, array.shape[1]), row].set(values, mode="drop")
+        return array.at[:, own_page(page, array.shape[1]), row].set(values, mode="drop")
 
     replicated = PartitionSpec()
     return jax.shard_map(
@@ -158,7 +159,7 @@ def copy_pages(
     def of_device(pool, source, target, count):
         def copy_one(index, pool):
             holder, at = source[index] // pool.num_pages, source[index] % pool.num_pages
-            wanted = _own_page(target[index][None], pool.num_pages)[0]
+            wanted = own_page(target[index][None], pool.num_pages)[0]
 
             def copy(array):
                 page = lax.all_gather(lax.dynamic_slice_in_dim(array, at, 1, axis=1), SEQUENCE)[holder]

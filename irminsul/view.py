@@ -90,10 +90,6 @@ class PagedView:
         scale: float,
     ) -> tuple[Float[Array, "M H V"], "PagedView"]:
         """Multi-head latent attention over the page table."""
-        if self.selection is not None:
-            view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
-            out, reach = indexed_view.attend_selected(view, layer, q_nope, q_rope, w_uk, w_uv, rotary, scale)
-            return out, view._with_reach(view.pool, jnp.max(reach, axis=1), layer)
         heads = {"q_nope": (q_nope, 1), "q_rope": (q_rope, 1), "w_uk": (w_uk, 0), "w_uv": (w_uv, 0)}
         return self._attend("latent", heads, layer=layer, c_kv=c_kv, k_rope=k_rope, rotary=rotary, scale=scale)
 
@@ -115,20 +111,20 @@ class PagedView:
     ) -> tuple[Float[Array, "M H V"], "PagedView"]:
         """Attention of rows of a ``kind`` on one device, or on each of a mesh. ``heads``: operands and their axis of
         heads."""
-        attend: Any = _ATTEND[kind]
+        attend: Any = _ATTEND[kind] if self.selection is None else PagedView._selected
         if not split_axes(SEQUENCE, TENSOR):
             out, _, reach, pool = attend(self, **{name: x for name, (x, _) in heads.items()}, **shared, scale=scale)
             return out, self._with_reach(pool, None if reach is None else jnp.max(reach, axis=1), shared["layer"])
         # What was prepared for the whole table serves no device's part of it.
-        own: dict[str, Any] = dict.fromkeys(("pool", "page_table", "write_page", "packed", "planned"))
+        own: dict[str, Any] = dict.fromkeys(("pool", "page_table", "write_page", "packed", "planned", "selection"))
         rest = dataclasses.replace(self, **own)
 
-        def on_device(pool, page_table, write_page, rest, shared, **heads):
-            view = dataclasses.replace(rest, pool=pool, page_table=page_table, write_page=write_page)
-            return attend(view, **heads, **shared, scale=scale)
+        def on_device(pool, page_table, write_page, selection, rest, shared, **heads):
+            own = {"pool": pool, "page_table": page_table, "write_page": write_page, "selection": selection}
+            return attend(dataclasses.replace(rest, **own), **heads, **shared, scale=scale)
 
         out, reach, pool = attend_on_mesh(
-            on_device, self.pool, kind, self.page_table, self.write_page, heads, (rest, shared)
+            on_device, self.pool, kind, self.page_table, self.write_page, heads, (rest, shared), self.selection
         )
         return out, self._with_reach(pool, reach, shared["layer"])
 
@@ -149,6 +145,14 @@ class PagedView:
         view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
         read = partial(PagedView._read_latent, layer=layer, w_uk=w_uk, w_uv=w_uv, rotary=rotary, scale=scale)
         out, lse, reach = view._by_segment(read, q_nope, q_rope)
+        return out, lse, reach, view.pool
+
+    def _selected(
+        self, *, layer: Any, c_kv: Any, k_rope: Any, rotary: RotaryTable, **rest: Any
+    ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H K"], LatentPool]:
+        """As ``_latent``, over the rows that were chosen."""
+        view = self._write(layer, c_kv, self._stored_key(k_rope, rotary))
+        out, lse, reach = indexed_view.attend_selected(view, layer, rotary=rotary, **rest)
         return out, lse, reach, view.pool
 
     def _read_latent(

@@ -112,7 +112,7 @@ def _set_tensor(parts: Any, tensor: Tensor, stored: Stored) -> None:
         leaf = parts
         for name in path:
             leaf = leaf[name]
-        leaf.set(index, value)
+        leaf.set(tuple(place for place in index if isinstance(place, int)), value)
 
 
 class _Parts:
@@ -127,7 +127,7 @@ class _Parts:
             self.holders.setdefault(bounds, []).append(shard.device)
         self.lock = threading.Lock()
 
-    def set(self, index: tuple[int | slice, ...], value: np.ndarray) -> None:
+    def set(self, index: tuple[int, ...], value: np.ndarray) -> None:
         """Sets ``whole[index] = value`` in the parts that hold some of it; ``index`` counts layers and experts.
 
         What is sent is in the order of the file; devices turn it, which a host does far below the speed of a disk. Each

@@ -120,6 +120,16 @@ def _select_one_table(query, weights, position, table, *, index_pages, layer, ro
     return Selection(row.astype(jnp.int32), jnp.take_along_axis(scores, row, axis=-1))
 
 
+def chosen_positions(
+    selection: Selection, query_offsets: Int[Array, " B1"], page_table: PageTable, page_size: int
+) -> Int[Array, "M K"]:
+    """Where each chosen row stands; ``NEVER`` for an unused place."""
+    owner = _owner(selection.row.shape[0], query_offsets, page_table)[:, None]
+    entry, row = selection.row // page_size, selection.row % page_size
+    position = page_table.target_position[owner, entry] + row - page_table.row_begin[owner, entry]
+    return jnp.where(selection.score > -jnp.inf, position, NEVER)
+
+
 def indexed_latent_attention(
     q_latent: Float[Array, "M H C"],
     q_rope: Float[Array, "M H R"],

@@ -62,6 +62,16 @@ GROUPED = {
     "intermediate_size": 20,
     "max_position_embeddings": 512,
 }
+SPARSE = {
+    **{name: value for name, value in LATENT.items() if not name.endswith(("experts", "per_tok", "replace"))},
+    "model_type": "deepseek_v32",
+    "first_k_dense_replace": 2,
+    "q_lora_rank": 10,
+    "index_n_heads": 3,
+    "index_head_dim": 8,
+    "index_topk": 24,  # of 149 rows, some 37 on a device
+}
+SPARSE_MESH = {"tensor": 2, "sequence": 4}
 CASES = {
     "latent": (LATENT, {"expert": 2, "tensor": 2, "sequence": 2}),
     "grouped": (GROUPED, {"tensor": 2, "sequence": 4}),
@@ -86,12 +96,11 @@ def uncached(model):
     return np.asarray(forward(model))
 
 
-def cached(model):
+def cached(model, new_tokens=2):
     engine = Engine(model, new_cache(CACHE, model.row_format), get_policy("irminsul"), "deterministic")
-    served = [engine.serve(prompt, max_new_tokens=2) for prompt in prompts()]
-    return np.stack([np.concatenate([one.logits[None], one.step_logits]) for one in served]), [
-        one.bins["shifted"] for one in served
-    ]
+    served = [engine.serve(prompt, max_new_tokens=new_tokens) for prompt in prompts()]
+    steps = [[one.logits] if one.step_logits is None else [one.logits, *one.step_logits] for one in served]
+    return np.asarray(steps), [one.bins["shifted"] for one in served]
 
 
 def largest_gather(model):
@@ -136,8 +145,17 @@ def loaded(model, mesh, folder):
     return {"read": same[0], "restored": same[1], "placed": where}
 
 
+def sparse():
+    """Logits of sparse attention on one device and on a mesh, and rows reused."""
+    model, mesh = families.random_model(SPARSE, seed=2), mesh_of(SPARSE_MESH)
+    one, shifted = cached(model, 0)
+    with jax.set_mesh(mesh):
+        many, shifted_on_mesh = cached(sharding.shard(model, mesh), 0)
+    return {"cached": float(np.max(np.abs(one - many))), "shifted": [shifted, shifted_on_mesh]}
+
+
 def main():
-    results = {}
+    results = {"sparse": sparse()}
     for name, (config, shape) in CASES.items():
         model, mesh = families.random_model(config, seed=1), mesh_of(shape)
         one, (one_cached, shifted) = uncached(model), cached(model)

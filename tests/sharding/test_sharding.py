@@ -43,6 +43,13 @@ class TestEightDevices:
         assert results[case]["placed"]
 
 
+def test_sparse_attention_chooses_the_same_rows_of_all_devices(results):
+    one, mesh = results["sparse"]["shifted"]
+    assert one == mesh
+    assert one[1] > 0
+    assert results["sparse"]["cached"] < 1e-5
+
+
 class TestDevicePlan:
     def test_deepseek_v3_on_128_devices(self):
         plan = device_plan("deepseek-v3", {"expert": 32, "tensor": 4}, memory_bytes=141 * 10**9)
