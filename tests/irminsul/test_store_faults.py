@@ -5,6 +5,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -207,16 +208,52 @@ def expected_rows(tokens):
     return {"latent_pages": latent, "rope_pages": -latent[..., :4]}
 
 
+def keep_document(store, cache, tokens, sign=1):
+    """Serves tokens without a model and keeps rows that say which they are of; returns the cache."""
+    result = prefill(None, cache, tokens)
+    cache = complete(result.cache, result.request)
+    pages = [page for page in result.request.pages.tolist() if cache.tree.namespace[page] != FREE]
+    rows = [expected_rows(sign * cache.tree.tokens[page, : cache.tree.fill[page]]) for page in pages]
+    cache = cache.replace(pool=write_pages(cache.pool, pages, rows, 3))
+    store.keep(cache, result.request)
+    return cache
+
+
 def keep_documents(store, seed):
     cache = new_cache(CONFIG, ROWS)
     for document in range(seed, seed + 10_000):
-        result = prefill(None, cache, random_tokens(document, 200))
-        cache = complete(result.cache, result.request)
-        pages = [page for page in result.request.pages.tolist() if cache.tree.namespace[page] != FREE]
-        rows = [expected_rows(cache.tree.tokens[page, : cache.tree.fill[page]]) for page in pages]
-        cache = cache.replace(pool=write_pages(cache.pool, pages, rows, 3))
-        store.keep(cache, result.request)
+        cache = keep_document(store, cache, random_tokens(document, 200))
         print(document, flush=True)
+
+
+def assert_rows_are_of(cache, sign=1):
+    """Every stored row of a pool is of its token."""
+    for page in np.flatnonzero(cache.tree.namespace != FREE).tolist():
+        fill = int(cache.tree.fill[page])
+        rows = page_rows(start_gather(cache.pool, [page], 3), 0, fill)
+        for name, expected in expected_rows(sign * cache.tree.tokens[page, :fill]).items():
+            np.testing.assert_array_equal(rows[name], expected)
+
+
+def test_what_waits_to_be_written_goes_before_what_host_memory_held(monkeypatch):
+    """A page is deleted and kept anew, with other rows, before the writer has come to either."""
+    gate, write, tokens = threading.Event(), Backend.write, random_tokens(0, 39)
+    monkeypatch.setattr(Backend, "write", lambda *args: (gate.wait(5), write(*args))[1])
+    with Store(memory_store(), None, CONFIG, batch_pages=3) as store:
+        gate.set()
+        keep_document(store, new_cache(CONFIG, ROWS), tokens)
+        store.flush()
+        names = list(store._catalog.entries)
+        gate.clear()
+        keep_document(store, new_cache(CONFIG, ROWS), random_tokens(1, 40))  # the writer is busy with it
+        assert store.delete(names) == len(names)
+        keep_document(store, new_cache(CONFIG, ROWS), tokens, sign=-1)
+        assert set(names) <= set(store._catalog.entries)
+        cache = new_cache(CONFIG, ROWS)
+        cache = store.load(cache, Sources(request_key(cache, None, "default", "")), tokens, get_policy("irminsul"))
+        assert (cache.tree.namespace != FREE).sum() == len(names)
+        assert_rows_are_of(cache, sign=-1)
+        gate.set()
 
 
 def test_a_process_killed_while_it_writes_leaves_a_readable_store(tmp_path):
@@ -239,11 +276,7 @@ def test_a_process_killed_while_it_writes_leaves_a_readable_store(tmp_path):
                 cache = store.load(
                     cache, Sources(request_key(cache, None, "default", "")), tokens, get_policy("irminsul")
                 )
-                for page in np.flatnonzero(cache.tree.namespace != FREE).tolist():
-                    fill = int(cache.tree.fill[page])
-                    rows = page_rows(start_gather(cache.pool, [page], 3), 0, fill)
-                    for name, expected in expected_rows(cache.tree.tokens[page, :fill]).items():
-                        np.testing.assert_array_equal(rows[name], expected)
+                assert_rows_are_of(cache)
                 exact += prefill(None, cache, tokens).request.plan.bins["exact"]
             assert exact > 0
             assert not store.metrics.misses
