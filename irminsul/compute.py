@@ -55,6 +55,7 @@ class PackedBatch:
     entries: int = struct.field(pytree_node=False)
 
     def unpacked(self) -> PrefillBatch:
+        """The batch, whose arrays are views of ``flat`` inside a compiled program."""
         flat = jnp.asarray(self.flat)
         tokens, positions, *slots = flat[: 5 * self.capacity].reshape(5, self.capacity)
         by_entry = flat[5 * self.capacity : -2].reshape(7, self.entries)
