@@ -154,6 +154,8 @@ def main(folder: str, mesh: str) -> None:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize()
         made = mesh_of(mesh)
+        if made.size != jax.device_count():
+            raise InputError(f"process_meshes: {mesh!r} leaves out some of {jax.device_count()} devices; use them all")
         with jax.set_mesh(made):
             model = load_sharded(Path(folder) / "published", made, jnp.float32, digest="published")
             logits, shifted = two_logits(model, TOKENS, seed=0, page_size=16)

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from models import families
 from models.families import Family, Model
-from pallas_kernels.mesh_axes import EXPERT, TENSOR
+from pallas_kernels.mesh_axes import DATA, EXPERT, TENSOR
 
 # Logical axes of the parameters that are worth splitting, by name; axes in front of these count layers, then experts.
 # A parameter that is not listed (norms, biases, projections to the latent, the router) stands whole on every device.
@@ -91,6 +91,18 @@ def shardings(family: Family, config: Any, mesh: Mesh) -> Any:
         if kind != AxisType.Auto:
             raise ValueError(f"mesh axis {name!r} is {kind.name}; make the mesh with axis_types=(AxisType.Auto, ...)")
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), partition(family, config, mesh))
+
+
+def replicas(mesh: Mesh) -> list[Mesh]:
+    """The meshes of engines that serve side by side, one a place of the axis ``data``: each holds the whole model and a
+    pool of its own over the other axes, as DeepSeek-V3 serves attention (arXiv 2412.19437, section 3.4), and they
+    exchange chunks through a store. A mesh without that axis is one engine's.
+    """
+    if DATA not in mesh.axis_names:
+        return [mesh]
+    at = mesh.axis_names.index(DATA)
+    names, kinds = (values[:at] + values[at + 1 :] for values in (mesh.axis_names, mesh.axis_types))
+    return [Mesh(mesh.devices.take(place, axis=at), names, axis_types=kinds) for place in range(mesh.shape[DATA])]
 
 
 def shard(model: Model, mesh: Mesh) -> Model:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-DATA = "data"  # sequences of a batch
+DATA = "data"  # engines, each with a pool of its own
 TENSOR = "tensor"  # heads, inner widths, vocabulary
 EXPERT = "expert"  # routed experts
 SEQUENCE = "sequence"  # pages of the pool
