@@ -163,19 +163,26 @@ def test_what_costs_least_is_stripped(grouped, statistics):
     assert np.linalg.cond(basis.mix).max() < 1e3
     assert basis.indices.max() < 4
 
-    seen, turned = (part[0].swapaxes(0, 1).astype(complex) for part in (statistics.seen, statistics.turned))
-    group = np.repeat(np.arange(3), 2)
 
-    def cost(start, steps):
-        return weighted_basis.search(start, 1, seen, turned, group, steps)[1]
-
-    near = weighted_basis.start(seen, turned, group)
-    far = np.random.default_rng(11).standard_normal((2, *near.shape))
-    assert (cost(near, 30) <= cost(near, 0)).all()
-    assert cost(near, 30).sum() < 0.995 * cost(near, 0).sum()
-    assert cost(near, 30) == pytest.approx(cost(near, 90), rel=1e-3)
-    assert cost(far[0] + 1j * far[1], 0).sum() > 1.1 * cost(near, 90).sum()
-    assert cost(far[0] + 1j * far[1], 90).sum() == pytest.approx(cost(near, 90).sum(), rel=0.02)
+def test_what_stripping_costs_is_that_of_pairs_and_no_other_damping_costs_less():
+    """Queries, keys and distances drawn one by one: the cost is the mean of what their scores lose."""
+    draw = np.random.default_rng(11)
+    query, keys = (draw.standard_normal((2, *shape)) for shape in ((50, 4), (50, 3)))
+    query, keys = query[0] + 1j * query[1], keys[0] + 1j * keys[1]
+    turn = np.exp(0.3j * draw.integers(0, 9, 50))
+    group = np.repeat(np.arange(3), [2, 1, 1])
+    pairs = np.einsum("ZH,ZS,ZT->ZHST", np.abs(query) ** 2, keys, keys.conj())
+    seen, turned = pairs.mean(axis=0)[None], (pairs * turn[:, None, None, None]).mean(axis=0)[None]
+    mix = (draw.standard_normal((3, 3)) + 1j * draw.standard_normal((3, 3)))[None]
+    for kept in range(3):
+        found, damping = weighted_basis.cost(mix, kept, seen, turned, group)
+        own = keys @ np.linalg.inv(mix[0]).T
+        scores = query * (own[:, kept:] @ mix[0, :, kept:].T)[:, group].conj()
+        ways = [damping[0], damping[0] * 1.01, damping[0] * np.exp(0.01j)]
+        lost, longer, turned_on = (np.square(np.abs(scores * (turn[:, None] - way))).mean(axis=0).sum() for way in ways)
+        assert found[0] == pytest.approx(lost)
+        assert lost < min(longer, turned_on)
+    assert weighted_basis.cost(mix, 3, seen, turned, group)[0] == pytest.approx(0)
 
 
 def test_slots_are_allotted_as_by_trying_all():
