@@ -43,9 +43,10 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 # Packages whose tests compile much and compute little. The cache's laws are tested on the code that its users run.
 _COMPILE_MUCH = (
+    "tests/experiments/",
     "tests/models/",
     "tests/pallas_kernels/",
-    *(f"tests/irminsul/test_{name}.py" for name in ("indexed_attention", "relatives", "repair", "rope")),
+    *(f"tests/irminsul/test_{name}.py" for name in ("eviction", "indexed_attention", "relatives", "repair", "rope")),
 )
 
 
