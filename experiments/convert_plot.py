@@ -18,6 +18,18 @@ from experiments.plots import STYLE, TITLE_WIDTH
 Row = dict[str, Any]
 ORIGINAL, MAIN, OTHER = "#8c8c8c", "#1f4e8c", "#6baed6"
 WIDEST = 1.5  # ratio of perplexities where the axis ends
+PUBLISHED = {  # methods by the names they are known by
+    "query_weighted": "QW",
+    "principal": "RoRoPE",
+    "folded": "RoRoPE, FreqFold",
+    "two_norm": "MHA2MLA 2-norm",
+}
+
+
+def known_as(variant: str) -> str:
+    """A form as readers know it."""
+    method, _, sizes = variant.partition(" ")
+    return f"{PUBLISHED[method]} {sizes}" if method in PUBLISHED else variant
 
 
 def perplexity_ratio(row: Row, reference: Row) -> tuple[float, float, float]:
@@ -49,7 +61,7 @@ def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: 
         left.axvspan(1, 1.01, color="#d9622b", alpha=0.25, linewidth=0)
         left.set_xlim(0.99, min(WIDEST, left.get_xlim()[1]))
         left.set_xlabel("perplexity over the lossless form's; shaded: within 1 %")
-        left.set_yticks(places, names)
+        left.set_yticks(places, list(map(known_as, names)))
         left.legend(frameon=False, loc="upper right")
         for name, place, colour in zip(names, places, colours, strict=True):
             if "nq" not in by_name[name]:

@@ -7,7 +7,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments import convert_plot, report
-from experiments.convert_plot import perplexity_ratio
+from experiments.convert_plot import known_as, perplexity_ratio
 from experiments.passage_questions import mean_interval
 
 Row = dict[str, Any]
@@ -90,7 +90,7 @@ def table(by_name: dict[str, dict[str, Row]]) -> str:
     header += ["chat: first token / 16 tokens as the original's, %"] if chats else []
     lines = []
     for name, found in by_name.items():
-        cells: list[Any] = [name]
+        cells: list[Any] = [known_as(name)]
         for task in ("text", "text_long"):
             row = found.get(task, {})
             cells += [_perplexity(row, lossless.get(task, {})), row.get("kl", "-")]
