@@ -48,6 +48,7 @@ def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: 
         figure, (left, right) = plt.subplots(
             1, 2, figsize=(8.5, 0.9 + 0.32 * len(names)), sharey=True, layout="constrained"
         )
+        shown_ratios: dict[str, list[float]] = {}
         for task, marker, label in (("text", "o", "512 tokens"), ("text_long", "^", "4,096 tokens")):
             shown = False
             for name, place, colour in zip(names, places, colours, strict=True):
@@ -55,14 +56,20 @@ def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: 
                 if not found.get("surprises") or not lossless.get("surprises"):
                     continue
                 middle, low, high = perplexity_ratio(found, lossless)
+                shown_ratios.setdefault(name, []).append(middle)
                 left.plot([low, high], [place, place], color=colour, linewidth=1)
                 left.plot(middle, place, marker, color=colour, markersize=5, label=None if shown else label)
                 shown = True
         left.axvspan(1, 1.01, color="#d9622b", alpha=0.25, linewidth=0)
         left.set_xlim(0.99, min(WIDEST, left.get_xlim()[1]))
+        for name, place, colour in zip(names, places, colours, strict=True):
+            beyond = [ratio for ratio in shown_ratios.get(name, ()) if ratio > WIDEST]
+            if beyond:  # told at the edge
+                words = " and ".join(f"{ratio:.2f}" for ratio in beyond)
+                left.text(WIDEST - 0.005, place, f"{words} →", color=colour, ha="right", va="center", fontsize=8)
         left.set_xlabel("perplexity over the lossless form's; shaded: within 1 %")
         left.set_yticks(places, list(map(known_as, names)))
-        left.legend(frameon=False, loc="upper right")
+        left.legend(frameon=False, loc="center right")
         for name, place, colour in zip(names, places, colours, strict=True):
             if "nq" not in by_name[name]:
                 continue
