@@ -83,9 +83,11 @@ def device_plan(
 
 
 def _row_bytes(row_format: RowFormat, mesh_shape: Mapping[str, int], itemsize: int) -> int:
-    """Rows of latent attention stand whole on every device of ``tensor``; those of grouped attention are split."""
+    """Rows of latent attention, and indexer keys, stand whole on every device of ``tensor``; those of grouped attention
+    are split."""
     split = mesh_shape.get(TENSOR, 1) if row_format.kind == "grouped" else 1
-    return row_format.num_layers * (row_format.latent_width + row_format.rope_width) * itemsize // split
+    values = row_format.num_layers * (row_format.latent_width + row_format.rope_width)
+    return (values // split + row_format.index_layers * row_format.index_width) * itemsize
 
 
 def _collective_bytes(config: Any, row_format: RowFormat, mesh_shape: Mapping[str, int], dtype: Any) -> dict[str, int]:

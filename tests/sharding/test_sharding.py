@@ -58,6 +58,7 @@ class TestDevicePlan:
         others = plan.parameter_bytes - experts  # split by heads, but for the projections to the latent and the router
         assert experts / 128 + others / 4 < plan.parameter_bytes_per_device < experts / 128 + 1.25 * others / 4
         assert plan.row_bytes == 61 * 576 * 2
+        assert device_plan("deepseek-v3.2", {}, memory_bytes=1).row_bytes == plan.row_bytes + 61 * 128 * 2
         assert plan.cache_tokens == (int(0.9 * 141e9) - plan.parameter_bytes_per_device) // plan.row_bytes
 
     def test_pages_over_devices_hold_more_tokens_and_send_more_bytes(self):
