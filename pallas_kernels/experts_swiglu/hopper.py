@@ -24,7 +24,8 @@ SUBTILE_ROWS = 64  # of one tensor-core instruction
 DEPTH = 64  # of one stage: as wide as the swizzle
 STAGES = 4
 STORED_COLUMNS = 128
-COUNTED_TOKENS = 128  # whose choices are counted in one product
+FEW_CHOICES = 1024  # are put in order by comparing each with all, which takes the fewest kernels
+COUNTED_TOKENS = 128  # whose choices are counted in one product, where there are more
 FEWEST_PROGRAMS = 96  # of a product, to be worth a kernel: a GPU has 132 processors
 FEW_TOKENS = 512  # up to which the expert of all tokens goes along with the routed ones
 
@@ -144,33 +145,43 @@ def lay_out(experts: Int[Array, "M K"], count: int) -> Tiles:
     """Gives every expert whole tiles, in order of experts and, within one, of tokens. Choices of ``count`` and above
     are no expert's: they get no row, and their ``place`` means nothing.
 
-    Nothing is sorted: the row of a choice follows from how often its expert was chosen before.
+    Nothing is sorted: the row of a choice follows from how often its expert was chosen before it.
     """
     tokens, chosen = experts.shape
     choices = tokens * chosen
     # Small tiles waste less where an expert has few tokens; the products are then bound by reading weights anyway.
     rows = SUBTILE_ROWS if choices <= 2 * SUBTILE_ROWS * count else 2 * SUBTILE_ROWS
     capacity = -(-choices // rows) + min(count, choices)
-    before, sizes = _chosen_before(experts, count)
+    few = choices <= FEW_CHOICES
+    rank, sizes = (_rank_by_comparing if few else _rank_by_counting)(experts, count)
     index = jnp.arange(count, dtype=jnp.int32)
     tiles_of = (sizes + rows - 1) // rows
     last_tile = jnp.sum(jnp.where(index[None] <= index[:, None], tiles_of[None], 0), axis=1, dtype=jnp.int32)
     first_row = (last_tile - tiles_of) * rows
-    known = jnp.minimum(experts, count - 1)
-    row = first_row[known] + jnp.take_along_axis(before, known, axis=1)
-    own = jnp.arange(chosen)  # the same expert twice among the choices of a token
-    twice = (experts[:, :, None] == experts[:, None, :]) & (own[None, None, :] < own[None, :, None])
-    place = jnp.where(experts < count, row + jnp.sum(twice, axis=2, dtype=jnp.int32), capacity * rows)
-    token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
-    token = jnp.zeros(capacity * rows, jnp.int32).at[place].set(token, mode="drop")
+    place = jnp.where(experts < count, first_row[jnp.minimum(experts, count - 1)] + rank, capacity * rows)
+    owner = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], place.shape)
+    if few:  # one kernel instead of two
+        mine = place.reshape(1, -1) == jnp.arange(capacity * rows, dtype=jnp.int32)[:, None]
+        token = jnp.sum(jnp.where(mine, owner.reshape(1, -1), 0), axis=1, dtype=jnp.int32)
+    else:
+        token = jnp.zeros(capacity * rows, jnp.int32).at[place].set(owner, mode="drop")
     expert = jnp.searchsorted(last_tile, jnp.arange(capacity), side="right", method="compare_all")
     return Tiles(token, place, jnp.minimum(expert, count - 1), last_tile[-1], rows)
 
 
-def _chosen_before(experts: Int[Array, "M K"], count: int) -> tuple[Int[Array, "M E"], Int[Array, " E"]]:
-    """How often the tokens before each one chose each expert, and how often all did. Sums over blocks of tokens are
-    products with a triangle of ones: exact, since the matrix unit adds whole numbers up in float32."""
-    tokens = experts.shape[0]
+def _rank_by_comparing(experts: Int[Array, "M K"], count: int) -> tuple[Int[Array, "M K"], Int[Array, " E"]]:
+    """How often each choice was made before it, and how often in all: every choice beside every other."""
+    flat = experts.reshape(-1)
+    order = jnp.arange(flat.shape[0])
+    earlier = (flat[None, :] == flat[:, None]) & (order[None, :] < order[:, None])
+    sizes = jnp.sum(flat[None, :] == jnp.arange(count)[:, None], axis=1, dtype=jnp.int32)
+    return jnp.sum(earlier, axis=1, dtype=jnp.int32).reshape(experts.shape), sizes
+
+
+def _rank_by_counting(experts: Int[Array, "M K"], count: int) -> tuple[Int[Array, "M K"], Int[Array, " E"]]:
+    """The same for many. Sums over blocks of tokens are products with a triangle of ones: exact, since the matrix unit
+    adds whole numbers up in float32."""
+    tokens, chosen = experts.shape
     block = min(COUNTED_TOKENS, tokens)
     padded = jnp.pad(experts, ((0, -tokens % block), (0, 0)), constant_values=count)
     own = jnp.sum(padded[:, :, None] == jnp.arange(count)[None, None], axis=1, dtype=jnp.bfloat16)
@@ -181,8 +192,11 @@ def _chosen_before(experts: Int[Array, "M K"], count: int) -> tuple[Int[Array, "
     number = jnp.arange(len(totals))
     earlier = jnp.where(number[None, :] < number[:, None], 1.0, 0.0)
     ahead = jnp.sum(earlier[:, :, None] * totals[None], axis=1)
-    before = (within + ahead[:, None]).reshape(-1, count)[:tokens]
-    return before.astype(jnp.int32), jnp.sum(totals, axis=0).astype(jnp.int32)
+    before = (within + ahead[:, None]).reshape(-1, count)[:tokens].astype(jnp.int32)
+    rank = jnp.take_along_axis(before, jnp.minimum(experts, count - 1), axis=1)
+    order = jnp.arange(chosen)  # the same expert twice among the choices of a token
+    twice = (experts[:, :, None] == experts[:, None, :]) & (order[None, None, :] < order[None, :, None])
+    return rank + jnp.sum(twice, axis=2, dtype=jnp.int32), jnp.sum(totals, axis=0).astype(jnp.int32)
 
 
 def with_expert_of_all(tiles: Tiles, tokens: int, parts: int) -> Tiles:

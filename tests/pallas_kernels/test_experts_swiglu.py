@@ -71,10 +71,12 @@ def test_interpreted_kernel_without_experts(capfd):
     assert not np.any(out[~valid])
 
 
-def test_every_choice_has_a_row_in_a_tile_of_its_expert():
-    """Choices beyond the experts there are take no room."""
-    experts = np.random.default_rng(0).integers(0, 6, (97, 3)).astype(np.int32)
-    tiles = jax.jit(hopper.lay_out, static_argnums=1)(jnp.asarray(experts), 5)
+@pytest.mark.parametrize("few", [1024, 0], ids=["compared", "counted"])
+def test_every_choice_has_a_row_in_a_tile_of_its_expert(few, monkeypatch):
+    """Choices beyond the experts there are take no room; one expert may be chosen twice."""
+    monkeypatch.setattr(hopper, "FEW_CHOICES", few)
+    experts = np.random.default_rng(0).integers(0, 6, (197, 3)).astype(np.int32)
+    tiles = jax.jit(lambda experts: hopper.lay_out(experts, 5))(jnp.asarray(experts))
     place, token, of_tile = (np.asarray(x) for x in (tiles.place, tiles.token, tiles.expert))
     mine = experts < 5
     assert np.array_equal(of_tile[place[mine] // tiles.rows], experts[mine])
