@@ -19,6 +19,7 @@ import xxhash
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.mesh_axes import gathered
 from pallas_kernels.rotary import RotaryTable
 
 PRESETS = Path(__file__).parent / "presets"
@@ -135,8 +136,8 @@ class Model:
         return self.family.forward(self.params, self.rotary, self.config, tokens, positions, kv)
 
     def unembed(self, hidden: Float[Array, "*batch D"]) -> Float[Array, "*batch V"]:
-        """Float32 logits."""
-        return self.family.unembed(self.params, self.config, hidden)
+        """Float32 logits, whole on every device of a mesh."""
+        return gathered(self.family.unembed(self.params, self.config, hidden))
 
     def first_layers(self, count: int) -> "Model":
         """The model without the layers behind its first ``count``, for what only needs their rows."""

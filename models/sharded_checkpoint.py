@@ -26,7 +26,7 @@ from models.families import Family, Model, Tensor
 from models.safetensors_reader import Stored
 
 READERS = 8  # one thread maps, cuts and sends at a fraction of what a disk and the way to a device carry
-SLAB_BYTES = 32 * 2**20
+SLAB_BYTES = 8 * 2**20  # what waits to be sent is copied once more, into pinned memory that grows in powers of two
 
 Progress = Callable[[int, int, float], None]
 """Called with bytes read, bytes in all, and seconds since the start."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array
 
 DATA = "data"  # engines, each with a pool of its own
 TENSOR = "tensor"  # heads, inner widths, vocabulary
@@ -26,6 +27,15 @@ def split_axes(*names: str) -> tuple[str, ...]:
 def axis_size(name: str) -> int:
     """Devices along one axis of the mesh in use, 1 if it has none of that name."""
     return dict(jax.sharding.get_abstract_mesh().shape).get(name, 1)
+
+
+def gathered(x: Array) -> Array:
+    """``x``, computed in parts along its last axis over ``tensor``, whole on every device of the mesh in use, so that
+    each of several processes can read it. The first constraint keeps the compiler from gathering weights instead."""
+    if not split_axes(TENSOR, EXPERT, SEQUENCE):
+        return x
+    parts = spec(*(None,) * (x.ndim - 1), TENSOR, among=split_axes(TENSOR))
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, parts), PartitionSpec())
 
 
 def spec(*axes: str | None, among: Sequence[str]) -> PartitionSpec:

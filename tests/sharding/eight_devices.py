@@ -93,7 +93,9 @@ def uncached(model):
     tokens = jnp.asarray(prompts()[0][:37], jnp.int32)
     positions = jnp.arange(37, dtype=jnp.int32)
     forward = jax.jit(lambda model: model.unembed(model.forward(tokens, positions, DenseView(positions))[0]))
-    return np.asarray(forward(model))
+    logits = forward(model)
+    assert logits.sharding.is_fully_replicated  # or a process of several could not read them
+    return np.asarray(logits)
 
 
 def cached(model, new_tokens=2):
