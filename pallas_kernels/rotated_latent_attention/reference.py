@@ -272,9 +272,12 @@ def _each_token(attend, q_latent, q_rope, position, request, table):
     def one_token(token):
         latent, rope, place, owner = token
         entries = jax.tree.map(lambda field: field[owner][None], table)
-        return tuple(result[0] for result in attend(latent[None], rope[None], place[None], entries))
+        out, lse, reach = (result[0] for result in attend(latent[None], rope[None], place[None], entries))
+        # Without distances reach holds nothing, and ``lax.map`` cannot cut nothing into batches.
+        return (out, lse, reach) if reach.size else (out, lse)
 
-    return lax.map(one_token, (q_latent, q_rope, position, request), batch_size=DECODE_TOKENS_AT_ONCE)
+    found = lax.map(one_token, (q_latent, q_rope, position, request), batch_size=DECODE_TOKENS_AT_ONCE)
+    return found if len(found) == 3 else (*found, jnp.zeros((*q_latent.shape[:2], 0), jnp.float32))
 
 
 def _each_request(attend, q_latent, q_rope, position, offsets, table, distances):

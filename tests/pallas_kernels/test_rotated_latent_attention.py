@@ -77,3 +77,12 @@ def test_refuses_what_cannot_run():
     weights = jnp.zeros((3, 7, 7)), jnp.zeros((3, 7, 5))
     with pytest.raises(ValueError, match="page_table holds 2 requests"):
         expanded_latent_attention(q_latent, q_rope, position, *pool, table, rotary, *weights, scale=1.0)
+
+
+def test_batches_of_more_requests_than_are_decoded_at_once():
+    """With and without a remainder."""
+    for requests in (32, 33):
+        problem = random_problem(1, rows=(1,) * requests, queries=(1,) * requests, num_pages=40)
+        attend = partial(rotated_latent_attention, scale=1.0, implementation="xla")
+        out, lse = jax.eval_shape(attend, *problem.arguments())
+        assert (out.shape, lse.shape) == (problem.q_latent.shape, problem.q_latent.shape[:2])
