@@ -113,7 +113,7 @@ def _model_rows(name: str, counter: Meter | None, settings: dict[str, Any]) -> l
     A cache for the longest prompts would make short ones carry its tables: those get one of their own, and come first.
     """
     cases = _cases(settings)
-    shared = {"quick": settings["quick"], "dtype": settings["dtype"], "seed": settings["seed"]}
+    shared = {name: settings[name] for name in ("quick", "dtype", "seed", "blocks")}
     room = [sum(case[:2]) + HEADER for case in cases]
     short = 2 * room[0]
     fitting = [case for case, tokens in zip(cases, room, strict=True) if tokens <= short]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.latency import QUICK_SHAPE
+from experiments.names import listed
 from experiments.reuse_prompts import FULL, HEADER, HIT, Server
 from experiments.work import work_of
 from irminsul.blocks import blocks_for
@@ -189,8 +190,10 @@ class RecurrentSubject:
         return self.rng.integers(0, self.model.vocab_size, (self.sizes[2], count), dtype=np.int32)
 
 
-def create(name: str, *, quick: bool, dtype: str, seed: int, pool_bytes: float, longest: int) -> Subject:
-    """The model of a name in ``SHAPES`` with random weights, and its cache.
+def create(
+    name: str, *, quick: bool, dtype: str, seed: int, pool_bytes: float, longest: int, blocks: str = ""
+) -> Subject:
+    """The model of a name in ``SHAPES`` with random weights, and its cache. ``blocks``: sizes to compile, if not all.
 
     Raises:
       Unfit: where a quick run has no small shape of it.
@@ -206,4 +209,5 @@ def create(name: str, *, quick: bool, dtype: str, seed: int, pool_bytes: float, 
     longest = min(longest, model.max_position)
     server = Server.create(model, pool_tokens=tokens, max_prompt_tokens=longest, dtype=dtype)
     server.segment = 64 if quick else server.segment
+    server.sizes = tuple(int(text) for text in listed(blocks))
     return AttentionSubject(name, server, rng)

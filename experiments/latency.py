@@ -105,6 +105,7 @@ def _warm_server(config: ConfigDict, settings: dict[str, Any], longest: int) -> 
     server = Server.create(
         model, pool_tokens=settings["pool_tokens"], max_prompt_tokens=longest, dtype=settings["dtype"]
     )
+    server.sizes = tuple(int(text) for text in listed(settings["blocks"]))
     server.serve(np.arange(7, dtype=np.int32), FULL)
     server.serve(np.arange(11, dtype=np.int32), HIT)
     gc.collect()

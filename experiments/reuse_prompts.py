@@ -17,7 +17,7 @@ from irminsul.compute import PackedBatch, run_prefill
 from irminsul.plan import NEW
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import new_pool
-from irminsul.prefill import Admission, complete, pack_batch, propose, settle, start_computing
+from irminsul.prefill import Admission, Proposal, complete, pack_batch, propose, settle, start_computing
 from irminsul.together import fits, pack_together, run_together
 
 Placement = Literal["spread", "head", "tail"]
@@ -73,12 +73,14 @@ class Served:
 class Server:
     """A model and its cache, without anything that an answer needs beyond its first token.
 
-    Prompts in a row share a block where each leaves at most ``segment`` tokens to compute.
+    Prompts in a row share a block where each leaves at most ``segment`` tokens to compute. ``sizes`` are those of the
+    blocks to compile, none for all there are: fewer are ready sooner, and one that no prompt takes changes nothing.
     """
 
     model: Any
     cache: ContentCache
     segment: int = 512
+    sizes: tuple[int, ...] = ()
 
     @classmethod
     def create(cls, model: Any, *, pool_tokens: int, max_prompt_tokens: int, dtype: str) -> "Server":
@@ -92,10 +94,16 @@ class Server:
         )
         return cls(model, new_cache(config, model.row_format))
 
+    def propose(self, cache: ContentCache, prompt: np.ndarray, policy: Policy) -> Proposal:
+        """As ``prefill.propose``, of blocks of ``sizes``."""
+        proposal = propose(self.model, cache, prompt, policy)
+        kept = tuple(block for block in proposal.blocks if block.tokens in self.sizes)
+        return dataclasses.replace(proposal, blocks=kept or proposal.blocks)
+
     def submit(self, prompt: np.ndarray, policy: Policy) -> tuple[Any, Any, float]:
         """Plans and computes; the logits to wait for, the plan, and milliseconds of planning."""
         started = time.perf_counter()
-        proposal = propose(self.model, self.cache, prompt, policy)
+        proposal = self.propose(self.cache, prompt, policy)
         planned = time.perf_counter()
         logits, _, proposal = start_computing(self.model, proposal)
         admission = settle(proposal)
@@ -140,7 +148,7 @@ class Server:
                 return books, logits
 
             for prompt in prompts:
-                proposal = propose(self.model, books, prompt, policy)
+                proposal = self.propose(books, prompt, policy)
                 if waiting and not fits(proposal, self.segment):
                     books, logits = compute(proposal.cache)
                     proposal = dataclasses.replace(proposal, cache=books)
@@ -159,7 +167,7 @@ class Server:
         """One request, timed from prompt to the logits of the first token; its pages are entered in the books behind
         that."""
         started = time.perf_counter()
-        proposal = propose(self.model, self.cache, prompt, policy)
+        proposal = self.propose(self.cache, prompt, policy)
         planned = time.perf_counter()
         logits, _, proposal = start_computing(self.model, proposal)
         jax.block_until_ready(logits)

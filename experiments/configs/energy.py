@@ -15,6 +15,7 @@ def get_config() -> ConfigDict:
             "batch": 8,  # prompts in a row
             "other_cached": "1024,16384,65536",  # one window each
             "other_batches": "1,16",
+            "blocks": "",  # sizes of the blocks to compile, all by default: compiling takes 5 to 30 s each
             "seconds": 2.2,  # of a window
             "repeats": 3,  # windows of the headline
             "pool_gigabytes": 34.0,

@@ -17,6 +17,7 @@ def get_config() -> ConfigDict:
             "edge_fractions": "0.8",  # of those with new tokens at head and at tail only
             "span": 2048,  # tokens from one new piece to the next where they are spread
             "hit_spans": "128,256,512,1024",  # spread at half reuse, from which the cost of a hit is read
+            "blocks": "",  # sizes of the blocks to compile, all by default: compiling takes 20 to 30 s each
             "repeats": 5,
             "decode_batch": 64,
             "decode_context": 4096,

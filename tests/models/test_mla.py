@@ -111,6 +111,7 @@ def test_experts_against_a_loop_with_experts_that_nobody_chose():
 def test_counting_finds_what_sorting_does(monkeypatch):
     """Ties go to the first, rows of minus infinity included."""
     monkeypatch.setattr(moe, "hopper_available", lambda: True)
+    monkeypatch.setattr(moe, "COUNTED_TOKENS", 16)
     scores = np.random.default_rng(8).integers(0, 5, (41, 13)).astype(np.float32)
     scores[:, 3:9] = -np.inf
     for count in (1, 7):
