@@ -108,6 +108,7 @@ def _warm_server(config: ConfigDict, settings: dict[str, Any], longest: int) -> 
     server.sizes = tuple(int(text) for text in listed(settings["blocks"]))
     server.serve(np.arange(7, dtype=np.int32), FULL)
     server.serve(np.arange(11, dtype=np.int32), HIT)
+    server.serve_in_a_row([np.arange(13, dtype=np.int32)], HIT)
     gc.collect()
     gc.freeze()  # as servers do: a collection that walks through what compiling left takes longer than planning
     return server, seconds
