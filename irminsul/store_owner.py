@@ -29,6 +29,11 @@ class Owner:
     prefix: str
     digest: str
 
+    @property
+    def context(self) -> str:
+        """What its rows were computed behind (``cache_key.Context``)."""
+        return str(read_key(self.key)[KEY_FIELDS.index("context")])
+
     def place(self, name: str) -> Place:
         """Where a page lies."""
         return Place(f"{self.prefix}index/{name}", f"{self.prefix}rows/{name}")
@@ -36,6 +41,11 @@ class Owner:
     def computation_key(self, name: str) -> str:
         """Where a computation lies."""
         return f"{self.prefix}computations/{name}"
+
+    @property
+    def own_key(self) -> str:
+        """Where it lies who this is."""
+        return f"{self.prefix}owner"
 
     def encode(self) -> bytes:
         """The object that says who this is."""
@@ -87,10 +97,12 @@ def _open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner
     """Files the records of an owner in the catalog; counts those of the tenant's other owners by what sets them apart.
     Each part ends with the futures that the next one waits for.
 
-    Nothing under another tenant's prefix is listed or read. The process that writes also sweeps out what no record
-    leads to: rows and computations whose record a crash kept from being written.
+    Nothing under another tenant's prefix is listed or read; of published rows only what lies under their own owner. The
+    process that writes also sweeps out what no record leads to: rows and computations whose record a crash kept from
+    being written.
     """
-    listing = backend.start_list(tenant_prefix(owner.key))
+    private = owner.context == "private"
+    listing = backend.start_list(tenant_prefix(owner.key) if private else owner.prefix)
     yield [listing]
     keys = backend.finish_list(listing)
     own = [key.removeprefix(owner.prefix).split("/") for key in keys if key.startswith(owner.prefix)]
@@ -99,8 +111,8 @@ def _open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner
         if kind in names and len(name) == 1:
             names[kind] += name
     yield from _skip_others(backend, metrics, owner, [key for key in keys if not key.startswith(owner.prefix)])
-    if backend.write_allowed:
-        writing = backend.start_write({f"{owner.prefix}owner": owner.encode()})
+    if backend.write_allowed and (private or own):  # else nobody may have published anything there yet
+        writing = backend.start_write({owner.own_key: owner.encode()})
         yield writing
         backend.finish_write(writing)
 
@@ -216,9 +228,12 @@ def computation_objects(
     """The objects, by key, of computations and all they lead back to that are not stored with an owner yet; and of
     those of ``copied`` that are, with any of ``owners`` (by digest), since they have grown.
 
-    Where one has read rows of another tenant (published ones), that tenant is left a note of who did.
+    Where one has read rows of another tenant (published ones), that tenant is left a note of who did. With the first
+    published or isolated rows comes the object that says whose they are.
     """
-    objects = {
+    unsaid = owner.context != "private" and not catalog.computations.owners.get(owner.digest)
+    objects = {owner.own_key: owner.encode()} if unsaid else {}
+    objects |= {
         owners[digest].computation_key(catalog.computations.name(number)): catalog.computations.encode(
             catalog.cache, number, digest
         )
@@ -254,7 +269,7 @@ def keep_only_known(backend: Backend, catalog: Catalog, namespace: str, owners: 
     """
     tenant = tenant_prefix(fingerprint.key_bytes(namespace))
     by_digest = {owner.digest: owner for owner in owners}
-    known, objects = {f"{owner.prefix}owner" for owner in owners}, {}
+    known, objects = {owner.own_key for owner in owners}, {}
     for entry in catalog.entries.values():
         if entry.record.owner in by_digest:
             place = by_digest[entry.record.owner].place(entry.name)

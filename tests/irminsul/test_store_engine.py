@@ -10,10 +10,13 @@ import pytest
 
 from irminsul import publish
 from irminsul.cache import CacheConfig
+from irminsul.cache_key import namespace_prefix
 from irminsul.chunking import boundaries
 from irminsul.engine import Engine
 from irminsul.policies import get_policy
 from irminsul.store import Store
+from irminsul.store_backend import Backend
+from irminsul.store_owner import tenant_prefix
 from models import families
 from tests.irminsul.conftest import SMALL_CHUNKS, TINY_MLA
 from tests.irminsul.serving import random_tokens
@@ -189,7 +192,7 @@ def test_forgetting_finds_what_lies_across_stored_isolated_chunks(model, monkeyp
             assert len(computed) == gone < len(chunks)
 
 
-def test_published_rows_outlive_the_process_for_those_who_ask(model):
+def test_published_rows_outlive_the_process_for_those_who_ask(model, monkeypatch):
     """And what a tenant computed behind them is exact again with them, and only with them."""
     kv, context, text = memory_store(), PROMPT[:60], PROMPT[60:200]
     handbook, bob = PROMPT[:200], {"namespace": "bob", "shared": ("handbook",)}
@@ -197,13 +200,19 @@ def test_published_rows_outlive_the_process_for_those_who_ask(model):
     full = engine_with(model, None, "full").serve(turns[0])
     with (first := engine_with(model, Store(kv, model, CONFIG))).store:
         first.publish(context, [text], namespace="handbook")
+        first.serve(PROMPT, namespace="handbook")  # a tenant of that name
+    theirs, read, start_read = tenant_prefix(namespace_prefix("handbook")), [], Backend.start_read
+    monkeypatch.setattr(Backend, "start_read", lambda self, key: (read.append(key), start_read(self, key))[1])
     for length in (len(handbook), len(turns[0]) - 1):
         with (restarted := engine_with(model, Store(kv, model, CONFIG))).store:
             response = restarted.serve(turns[0], **bob)
             assert response.bins["exact"] == length
             np.testing.assert_array_equal(response.logits, full.logits)
     with (restarted := engine_with(model, Store(kv, model, CONFIG))).store:
-        unasked = restarted.serve(turns[1], namespace="bob")
+        published = {key.split("/")[1] for key in read if key.startswith(theirs)}
+        assert len(published) == 1 < len({key.split("/")[1] for key in keys_of(kv) if key.startswith(theirs)})
+        unasked = restarted.serve(turns[1], namespace="bob", shared=("nobody",))
+        assert not [key for key in keys_of(kv) if key.startswith(tenant_prefix(namespace_prefix("nobody")))]
         assert unasked.bins["exact"] + unasked.bins["shifted"] == 0
         assert not restarted.store.metrics.skipped
     with (restarted := engine_with(model, Store(kv, model, CONFIG))).store:
