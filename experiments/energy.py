@@ -95,11 +95,13 @@ def _result(
         "rows": rows,
         "notes": [
             f"Energy by {source}; windows of {settings['seconds']:g} s or more. Random weights, {settings['dtype']}, "
-            f"full published shapes{' cut down' if config.quick else ''}. Prompts of a batch are served one behind the "
-            "other where the cache is this project's, and at once where the model is recurrent.",
+            f"full published shapes{' cut down' if config.quick else ''}. Where the cache is this project's, prompts of "
+            "a batch are served in a row, those that leave few tokens four to a block; recurrent models take them at "
+            "once.",
             "Recurrent layers keep no row of a token, so nothing of a moved text can be served: Mamba2 computes it as "
             "a miss. A hybrid is given the rows of its attention layers for free and still runs every token.",
             *([PARTS] if config.parts else []),
+            *([config.note] if config.note else []),
             *(f"Left out: {name}, {reason}." for name, reason in left_out.items()),
         ],
         "tables": [_table(rows)],

@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
             "repeats": 3,  # windows of the headline
             "pool_gigabytes": 34.0,
             "parts": "",  # a folder with folders of earlier results, to be put together instead of measuring
+            "note": "",  # a paragraph for the report: what must be known of parts that older code measured, say
             "minutes": 60.0,  # models that begin later are left out, and said to be
             "seed": 0,
             "quick": False,  # small shapes, short prompts: a check of the study, on any machine
