@@ -96,8 +96,8 @@ def _result(
         "notes": [
             f"Energy by {source}; windows of {settings['seconds']:g} s or more. Random weights, {settings['dtype']}, "
             f"full published shapes{' cut down' if config.quick else ''}. Where the cache is this project's, prompts "
-            "of a batch are served in a row, those that leave few tokens four to a block; recurrent models take them at "
-            "once.",
+            "of a batch are served in a row, those that leave few tokens four to a block; recurrent models take them "
+            "at once.",
             "Recurrent layers keep no row of a token, so nothing of a moved text can be served: Mamba2 computes it as "
             "a miss. A hybrid is given the rows of its attention layers for free and still runs every token.",
             *([PARTS] if config.parts else []),
