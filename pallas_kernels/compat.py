@@ -8,12 +8,29 @@ from collections import defaultdict
 from typing import Any
 
 import jax
-from jax.experimental.mosaic.gpu import fragmented_array, profiler
+from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, profiler
 from jax.experimental.mosaic.gpu import utils as mosaic
+from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_m64
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, scf, vector
+from jaxlib.mlir.dialects import math as mathematics
 
-__all__ = ["arith", "fragmented_array", "ir", "kernel_microseconds", "memref", "mosaic", "vector"]
+__all__ = [
+    "WGMMAAccumulator",
+    "arith",
+    "fragmented_array",
+    "ir",
+    "kernel_microseconds",
+    "llvm",
+    "mathematics",
+    "memref",
+    "mma_utils",
+    "mosaic",
+    "nvvm",
+    "scf",
+    "vector",
+    "wgmma_m64",
+]
 
 
 def kernel_microseconds(compiled: jax.stages.Compiled, *args: Any) -> tuple[Any, dict[str, float]]:

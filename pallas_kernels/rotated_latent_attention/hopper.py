@@ -19,7 +19,13 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention_reach import Distances
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
-from pallas_kernels.rotated_latent_attention import hopper_columns, hopper_merge, hopper_reach, hopper_rows
+from pallas_kernels.rotated_latent_attention import (
+    hopper_columns,
+    hopper_merge,
+    hopper_reach,
+    hopper_rows,
+    hopper_stages,
+)
 from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     LATENT_WIDTHS,
     PAGE_ROWS,
@@ -31,9 +37,10 @@ from pallas_kernels.rotated_latent_attention.hopper_splits import tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, pack, tile_queries, unpack
 
 # Fastest on an H200 (``docs/log.md``): where every request has pages of its own to read, and where many tiles read the
-# same.
+# same. ``EXTEND`` in three warpgroups takes the full width and measures no masses.
 DECODE = hopper_rows.Options("weights_first")
-EXTEND = hopper_rows.Options("maximum_first", turn_beside=True)
+EXTEND_IN_PAIRS = hopper_rows.Options("maximum_first", turn_beside=True)
+EXTEND = hopper_stages.Options()
 
 
 @struct.dataclass
@@ -62,7 +69,7 @@ def rotated_latent_attention(
     splits: int | None = None,
     rotate: bool = True,
     interpret: bool = False,
-    options: hopper_rows.Options | None = None,
+    options: hopper_rows.Options | hopper_stages.Options | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``; ``splits`` as for ``plan``, the rest as for ``attend``.
 
@@ -179,14 +186,14 @@ def attend(
     scale: float,
     rotate: bool = True,
     interpret: bool = False,
-    options: hopper_rows.Options | None = None,
+    options: hopper_rows.Options | hopper_stages.Options | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Attention as planned.
 
     Args:
       rotate: False compiles rotation out and takes keys as they are stored, to measure what rotation costs.
       interpret: runs in the interpreter of Pallas, which needs no GPU, with its race detector.
-      options: of the kernel in rows; None takes the tuned ones.
+      options: of one of the kernels in rows; None takes the tuned ones.
     """
     out, lse, _ = _attend_tiles(
         planned,
@@ -222,10 +229,19 @@ def _attend_tiles(
         out, lse = hopper_columns.attend_tiles(*operands, **settings)
     else:
         if options is None:
-            requests, _ = planned.schedule.page.shape
-            options = DECODE if q_latent.shape[0] <= requests else EXTEND
+            options = _tuned(planned, q_latent, masses)
+        if isinstance(options, hopper_stages.Options):
+            return hopper_stages.attend_tiles(*operands, **settings, masses=masses, options=options)
         out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
     return out, lse, mass
+
+
+def _tuned(planned, q_latent, masses):
+    requests, _ = planned.schedule.page.shape
+    tokens, _, width = q_latent.shape
+    if tokens <= requests:
+        return DECODE
+    return EXTEND if width == max(LATENT_WIDTHS) and not masses else EXTEND_IN_PAIRS
 
 
 def _untiled(tiles, out, lse, q_latent, interpret):

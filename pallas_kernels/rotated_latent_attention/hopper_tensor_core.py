@@ -7,13 +7,27 @@ shared tiles but not those of the tensor core.
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.compat import arith, fragmented_array, ir, memref, mosaic, vector
+from pallas_kernels.compat import (
+    WGMMAAccumulator,
+    arith,
+    fragmented_array,
+    ir,
+    llvm,
+    memref,
+    mma_utils,
+    mosaic,
+    nvvm,
+    scf,
+    vector,
+    wgmma_m64,
+)
 from pallas_kernels.rotated_latent_attention.hopper_schedule import PAGE_ROWS, right_angle
 
 # Tiles as TMA writes them and the tensor core reads them: rows of 64 values, 16-byte columns exchanged within a row.
@@ -180,3 +194,141 @@ def store_transposed(target: Any, values: Any, interpret: bool) -> None:
         values.foreach(lambda value, index: memref.store(value, target, [index[1], index[0]]))
 
     store(target, values)
+
+
+def start_scores(terms: Factors, interpret: bool) -> Any:
+    """Scores of queries in registers or shared memory, ``sum q k^T`` over the terms, on their way: not to be touched.
+
+    Each term is ``(q, k, barrier)`` and issued once its barrier is passed. ``plgpu.wgmma`` copies a left factor in
+    registers ahead of every product, for which there is no room here.
+    """
+    if interpret:
+        return interpreted_product([(query, keys.transpose((1, 0)), barrier) for query, keys, barrier in terms])
+    score: tuple = ()
+    for query, keys, barrier in terms:
+        _wait(barrier)
+        score = (_issue(query, keys, first=not score)(query, keys, *score),)
+    return score[0]
+
+
+def finish_scores(
+    score: Any, term: tuple[Any, Any, Any], beside: Callable[[], None], interpret: bool, early: bool = True
+) -> Any:
+    """What ``start_scores`` began plus one more term, once all of it is there.
+
+    ``beside`` runs when all terms but the last of those begun are there, whether or not the keys of the new one are.
+    """
+    query, keys, barrier = term
+    if interpret:
+        beside()
+        return interpreted_product([(query, keys.transpose((1, 0)), barrier)], score)
+    if early:
+        plgpu.wgmma_wait(1)
+        beside()
+    _wait(barrier)
+    score = _issue(query, keys, first=False)(query, keys, score)
+    if not early:
+        plgpu.wgmma_wait(1)
+        beside()
+    plgpu.wgmma_wait(0)
+    shape = plgpu.ShapeDtypeStruct(score.shape, score.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
+    def settled(_, score):
+        return fragmented_array.optimization_barrier(score)
+
+    return settled(score)
+
+
+def _issue(part, keys, first):
+    layout, group = plgpu.Layout.WGMMA, 64
+    rows, columns = part.shape[0], keys.shape[0]
+    result = plgpu.ShapeDtypeStruct((rows, columns), jnp.float32, layout=layout)
+
+    def descriptor(tile, size, right):
+        (base, steps), (_, step), fastest = mma_utils.create_descriptor(
+            tile, swizzle=128, large_tile=(group, group), group_size=size, logical_k_major=right
+        )
+        return base, steps[1][0], step, fastest != mma_utils.Dim.K
+
+    def at(base, step, index):
+        offset = mosaic.c(mma_utils.encode_addr(index * step), ir.IntegerType.get_signless(64))
+        return llvm.add(base, offset, overflow_flags=llvm.IntegerOverflowFlags.none)
+
+    in_registers = isinstance(part, jax.Array)
+    arguments = (layout if in_registers else plgpu.RefType(TRANSFORMS), plgpu.RefType(TRANSFORMS))
+
+    @plgpu.inline_mgpu(arg_types=arguments if first else (*arguments, layout), return_type=result)
+    def issued(_, left, tile, start=None):
+        base, stride, step, transposed = descriptor(mosaic.memref_transpose(tile, (1, 0, 3, 2)), (group, columns), True)
+        if not in_registers:
+            left_base, left_stride, left_step, left_transposed = descriptor(left, (rows, group), False)
+        if first:
+            acc = WGMMAAccumulator.zero(rows, columns)._value
+        else:
+            acc = start.to_layout(fragmented_array.WGMMA_LAYOUT_ACC_32BIT)
+            nvvm.wgmma_fence_aligned()
+        registers = acc.registers.copy()
+        for index in range(part.shape[1] // group):
+            registers[:1] = wgmma_m64(
+                registers[:1],
+                left[:, index * group : (index + 1) * group] if in_registers else at(left_base, left_step, index),
+                at(base, step, index),
+                swizzle=128,
+                n=columns,
+                a_element_type=ir.BF16Type.get(),
+                b_element_type=ir.BF16Type.get(),
+                a_transpose=None if in_registers else left_transposed,
+                a_k_stride=None if in_registers else left_stride,
+                b_transpose=transposed,
+                b_k_stride=stride,
+            )
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], "wgmma.commit_group.sync.aligned;", "", has_side_effects=True)
+        array = fragmented_array.FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+        return array.to_layout(fragmented_array.WGMMA_LAYOUT)
+
+    return issued
+
+
+def wait_for_own_warps(interpret: bool) -> None:
+    """All warps of the warpgroup are here: a product is done for a warp once its own rows are."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        mosaic.warpgroup_barrier()
+
+    wait()
+
+
+def rescaled(out: Any, factor: Any, interpret: bool) -> Any:
+    """Rows of an accumulator times a factor each; threads whose rows all have factor 1, soon most, skip it."""
+    if interpret:
+        return out * lax.broadcast_in_dim(factor, out.shape, [0])
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(out.shape, out.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)
+    def rescale(_, out, factor):
+        f32 = ir.F32Type.get()
+        changed = None
+        for register in factor.registers.flat:
+            value = register
+            if isinstance(register.type, ir.VectorType):
+                value = vector.extract(register, dynamic_position=[], static_position=[0])
+            other = arith.cmpf(arith.CmpFPredicate.UNE, value, mosaic.c(1.0, f32))
+            changed = other if changed is None else arith.ori(changed, other)
+        types = [register.type for register in out.registers.flat]
+        branch: Any = scf.IfOp(changed, types, has_else=True)  # type: ignore[call-arg, arg-type]
+        with ir.InsertionPoint(branch.then_block):
+            spread = factor.broadcast_in_dim(out.shape, (0,), out.layout)
+            scf.yield_(list((out * spread).registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(out.registers.flat))
+        registers = np.empty_like(out.registers)
+        registers.flat = list(branch.results)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=out.layout, _is_signed=None)
+
+    return rescale(out, factor)

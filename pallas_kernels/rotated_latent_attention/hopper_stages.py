@@ -1,0 +1,379 @@
+"""Attention with tiles of 64 query rows as a pipeline of three warpgroups: one scores pages, two add their values.
+
+The scoring warpgroup holds the query in registers, so that the tensor core reads nothing but keys from shared memory
+and three pages fit there instead of two. Of every page it takes the scores, the running maximum and the weights, and
+goes on to the next page; the weights lie in the place of the page's rotary keys, which are dead by then. Each of the
+others owns half of the value columns: it takes the weights, rescales its accumulator, adds ``P V`` and asks for its
+half of the page three pages on. So nothing on the chain from scores to scores waits for values.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.rotated_latent_attention.hopper_schedule import (
+    FLOOR,
+    LOG2E,
+    PAGE_ROWS,
+    ROPE_WIDTH,
+    Schedule,
+)
+from pallas_kernels.rotated_latent_attention.hopper_softmax import mask, publish, row_total, weigh
+from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
+    TRANSFORMS,
+    finish_scores,
+    interpreted_product,
+    rescaled,
+    start_scores,
+    tensor_core_product,
+    turned_by_right_angle,
+    wait_for_own_warps,
+    zero_rows,
+)
+from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS
+
+# Pages in flight, as latents and as rotary keys.
+STAGES = 3
+TURNS = 2
+# Columns of the latent query that stay in registers; there is no room for more.
+QUERY_COLUMNS = 384
+# Rows whose weights are added up together when masses are asked for; see ``attention_reach``.
+GROUP_ROWS = 16
+SCORER = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the kernel spends its time; results agree within rounding.
+
+    ``hold``: values of a page wait until the next page is scored, so that they run beside its softmax. ``registers``:
+    of a thread that scores and of one that adds values.
+    """
+
+    hold: Literal["no", "nearly", "fully"] = "nearly"
+    skip: bool = True
+    prefetch: bool = False
+    shared: bool = False
+    early: bool = False
+    registers: tuple[int, int] = (184, 160)
+
+
+_FIELDS = ("request", "position", "first", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
+
+
+def attend_tiles(
+    schedule: Schedule,
+    q_latent: Float[Array, "W 64 C"],
+    q_rope: Float[Array, "W 64 R"],
+    latent_pages: Float[Array, "L N G C"],
+    rope_pages: Float[Array, "L N G R"],
+    layer: Int[Array, " 1"],
+    *,
+    scale: float,
+    interleaved: bool,
+    rotate: bool,
+    interpret: bool,
+    masses: bool = False,
+    options: Options,
+) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"], Float[Array, "W S 4 64"] | None]:
+    """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several.
+
+    With ``masses`` also the natural log-sum-exp of every query over each group of ``GROUP_ROWS`` neighbouring rows of
+    an entry's page, position 0 aside. It is written for entries up to the last one that the tile sees.
+    """
+    tiles, _, width = q_latent.shape
+    splits, half = schedule.bounds.shape[1] - 1, width // 2
+    members = 2 if options.shared else 1
+    if options.shared:
+        schedule = replace(schedule, bounds=bounds_of_neighbours(schedule.bounds))
+    tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
+    settings = {"scale": scale, "interleaved": interleaved, "rotate": rotate, "interpret": interpret, "masses": masses}
+    freed = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=2 * STAGES)
+    kernel = plgpu.kernel(
+        partial(_body, **settings, options=options),
+        out_type=(
+            jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS, width), jnp.bfloat16 if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS), jnp.float32),
+            jax.ShapeDtypeStruct(
+                (tiles, schedule.page.shape[1], PAGE_ROWS // GROUP_ROWS, TILE_ROWS) if masses else (1,), jnp.float32
+            ),
+        ),
+        grid=(tiles // members, splits),
+        grid_names=("tile", "split"),
+        cluster=(members,),
+        cluster_names=("member",),
+        num_threads=3,
+        thread_name="warpgroup",
+        scratch_types={
+            "query": tile((TILE_ROWS, max(width - QUERY_COLUMNS, 64))),
+            "latent": tile((STAGES, 2, PAGE_ROWS, half)),
+            "rope": tile((TURNS, PAGE_ROWS, ROPE_WIDTH)),
+            # What accumulators are rescaled by before a page's values, and at last the sum of weights.
+            "exchange": plgpu.SMEM((TURNS + 1, TILE_ROWS), jnp.float32),
+            "factors": plgpu.SMEM((2 * ROPE_WIDTH,), jnp.float32),
+            "query_loaded": plgpu.Barrier(num_arrivals=3 if width > QUERY_COLUMNS else 2),
+            "query_taken": plgpu.Barrier(num_arrivals=1),
+            "factors_loaded": plgpu.Barrier(num_arrivals=1),
+            "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2 * STAGES),
+            "rope_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
+            "scored": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
+            "weighed": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
+            "released": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
+            "asked": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
+            "summed": plgpu.Barrier(num_arrivals=1),
+            **({"freed": freed} if options.shared else {}),
+        },
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+        ),
+        interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
+    )
+    inputs = (getattr(schedule, name) for name in _FIELDS)
+    out, lse, mass = kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
+    return out, lse, mass if masses else None
+
+
+def _body(
+    request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
+    factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
+    *, scale, interleaved, rotate, interpret, masses, options, query, latent, rope, exchange, factors,
+    query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, asked, summed,
+    freed=None,
+):  # fmt: skip
+    split, me = lax.axis_index("split"), lax.axis_index("warpgroup")
+    tile = lax.axis_index("tile") * (2 if options.shared else 1) + lax.axis_index("member")
+    request, layer = request_ref[tile], layer_ref[0]
+    start, stop = 2 * bounds_ref[tile, split], 2 * bounds_ref[tile, split + 1]
+    half = latent.shape[-1]
+    # Columns of the query that stay in shared memory.
+    shared = max(0, 2 * half - QUERY_COLUMNS)
+    product = interpreted_product if interpret else tensor_core_product
+    rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+    sides = [pl.ds(side * half, half) for side in range(2)]
+
+    def stage(entry):
+        return lax.rem(entry - start, STAGES)
+
+    def turn(entry):
+        return lax.rem(entry - start, TURNS)
+
+    def along(x, like):
+        return lax.broadcast_in_dim(x, like.shape, [0])
+
+    def row_range(entry):
+        return begin_ref[request, entry], end_ref[request, entry], origin_ref[request, entry]
+
+    def score_pages():
+        earliest = first_ref[tile]
+        position = plgpu.load(position_ref.at[tile], layout=rows, optimized=False)
+
+        def load_factors(entry):
+            plgpu.copy_gmem_to_smem(factors_ref.at[request, entry], factors, factors_loaded)
+
+        def plain_query():
+            return plgpu.load(q_rope_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False)
+
+        def turned_query():
+            """The query as keys see it whose factors were loaded last."""
+            plain = plain_query()
+            plgpu.barrier_wait(factors_loaded)
+            halves = (factors.at[pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
+            parts = (plgpu.load(part, layout=columns, optimized=False) for part in halves)
+            cos, sin = (lax.broadcast_in_dim(part, plain.shape, [1]) for part in parts)
+            wide = plain.astype(jnp.float32)
+            turned = wide * cos - turned_by_right_angle(wide, interleaved, interpret) * sin
+            plgpu.commit_smem()  # the next factors are copied over these
+            return turned.astype(jnp.bfloat16)
+
+        def distance(entry):
+            return delta_ref[request, jnp.clip(entry, start, stop - 1)]
+
+        def masked_scores(score, limits):
+            begin, end, origin = limits
+
+            def masked(score):
+                return mask(score, begin, jnp.minimum(end, position + (1 - origin)), interpret)
+
+            partly = (begin > 0) | (end < PAGE_ROWS) | (earliest - origin < PAGE_ROWS - 1)
+            return lax.cond(partly, masked, lambda score: score, score)
+
+        def write_masses(entry, limits, maximum, weight):
+            """What every group of rows holds of the weights of each query."""
+            begin, _, origin = limits
+
+            def grouped(weight):
+                parts = range(0, PAGE_ROWS, GROUP_ROWS)
+                return tuple(weight[:, start : start + GROUP_ROWS].sum(axis=1) for start in parts)
+
+            def without_first_position(weight):
+                column = plgpu.broadcasted_iota(jnp.int32, weight.shape, 1, layout=plgpu.Layout.WGMMA)
+                return grouped(jnp.where(column == -origin, 0.0, weight))
+
+            groups = lax.cond(origin == -begin, without_first_position, grouped, weight)
+            for index, group in enumerate(groups):
+                mass_ref.at[tile, entry, index][...] = maximum * scale + jnp.log(group)
+
+        for side in range(2):
+            plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, sides[side]], latent.at[STAGES - 1, side], query_loaded)
+        if shared:
+            plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, pl.ds(2 * half - shared, shared)], query, query_loaded)
+        if rotate:
+            pl.when(start < stop)(lambda: load_factors(start))
+        plgpu.barrier_wait(query_loaded)
+        widths = half, half - shared
+        parts = [
+            plgpu.load(latent.at[STAGES - 1, side, :, pl.ds(0, width)], layout=plgpu.Layout.WGMMA)
+            for side, width in enumerate(widths)
+        ]
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(query_taken)
+        turned = plain_query()
+
+        def one_page(entry, state):
+            maximum, total, turned = state
+            page, slot, limits = stage(entry), turn(entry), row_range(entry)
+            before = jnp.where(entry == start, distance(entry) + 1, distance(entry - 1))
+            here, there = (distance(entry + ahead) for ahead in range(2))
+            terms = [
+                (parts[side], latent.at[page, side, :, pl.ds(0, widths[side])], latent_loaded.at[2 * page + side])
+                for side in range(2)
+            ]
+            terms += [(query, latent.at[page, 1, :, pl.ds(widths[1], shared)], None)] if shared else []
+            score = start_scores(terms, interpret)
+            if rotate:
+                turned = lax.cond(before != here, lambda _: turned_query(), lambda turned: turned, turned)
+                pl.when(here != there)(lambda: load_factors(jnp.minimum(entry + 1, stop - 1)))
+            score = finish_scores(
+                score,
+                (turned, rope.at[slot], rope_loaded.at[slot]),
+                lambda: plgpu.barrier_arrive(scored.at[slot]) if options.hold == "nearly" else None,
+                interpret,
+                options.early,
+            )
+            if options.hold == "fully":
+                plgpu.barrier_arrive(scored.at[slot])
+            score = masked_scores(score, limits)
+            weight, new, rescale, total = weigh(score, maximum, total, scale * LOG2E, interpret)
+            publish(weight.astype(jnp.bfloat16), rope.at[slot], rescale, exchange.at[slot], interpret)
+            plgpu.barrier_arrive(weighed.at[slot])
+            if masses:
+                write_masses(entry, limits, new, weight)
+            return new, total, turned
+
+        nothing = (
+            plgpu.layout_cast(jnp.full(TILE_ROWS, FLOOR, jnp.float32), rows),
+            plgpu.layout_cast(jnp.zeros(TILE_ROWS, jnp.float32), rows),
+        )
+        maximum, total, _ = lax.fori_loop(start, stop, one_page, (*nothing, turned))
+        total = row_total(total, interpret)
+        seen = total > 0
+        safe = jnp.where(seen, total, 1.0)
+        exchange.at[TURNS][...] = safe
+        plgpu.barrier_arrive(summed)
+        lse = maximum * scale + jnp.log(safe)
+        lse_ref.at[split, tile][...] = jnp.where(seen, lse, -jnp.inf)
+
+    def add_values(side):
+        last = last_ref[tile]
+
+        def page_at(entry):
+            return page_ref[request, jnp.minimum(entry, stop - 1)]
+
+        def load(entry, id_):
+            page = stage(entry)
+            source = latent_ref.at[layer, id_, :, sides[side]]
+            axes = "member" if options.shared else None
+            barrier = latent_loaded.at[2 * page + side]
+            plgpu.copy_gmem_to_smem(source, latent.at[page, side], barrier, collective_axes=axes)
+
+        def load_rope(entry, id_):
+            slot = turn(entry)
+            plgpu.copy_gmem_to_smem(rope_ref.at[layer, id_], rope.at[slot], rope_loaded.at[slot])
+
+        def clear_unseen(page, limits):
+            """Rows that no query of the tile sees; some may not be written yet."""
+            begin, end, origin = limits
+            end = jnp.minimum(end, last + 1 - origin)
+
+            @pl.when((begin > 0) | (end < PAGE_ROWS))
+            def _clear():
+                zero_rows(latent.at[page, side], begin, end, interpret)
+                plgpu.commit_smem()
+
+        for ahead in range(STAGES):
+            if ahead == STAGES - 1:
+                plgpu.barrier_wait(query_taken)  # it came in where this page goes
+                if options.shared:
+                    plgpu.barrier_arrive(freed.at[2 * ahead + side])
+                    plgpu.barrier_wait(freed.at[2 * ahead + side])
+            entry = start + ahead
+            if side == 1 and ahead < TURNS:
+                pl.when(entry < stop)(partial(load_rope, entry, page_at(entry)))
+            pl.when(entry < stop)(partial(load, entry, page_at(entry)))
+        if options.hold != "no":
+            pl.when(start < stop)(lambda: plgpu.barrier_wait(scored.at[0]))
+
+        def one_page(entry, out):
+            page, slot, limits = stage(entry), turn(entry), row_range(entry)
+            next_rope, next_latent = (page_at(entry + ahead) for ahead in (TURNS, STAGES))
+            plgpu.barrier_wait(weighed.at[slot])
+            rescale = plgpu.load(exchange.at[slot], layout=rows, optimized=False)
+            plgpu.barrier_wait(latent_loaded.at[2 * page + side])
+            clear_unseen(page, limits)
+            scaled = rescaled(out, rescale, interpret) if options.skip else out * along(rescale, out)
+            if options.hold != "no":
+                pl.when(entry + 1 < stop)(lambda: plgpu.barrier_wait(scored.at[turn(entry + 1)]))
+            out = product([(rope.at[slot], latent.at[page, side], None)], scaled)
+            more = entry + STAGES < stop
+            wait_for_own_warps(interpret)
+            if options.shared:
+                pl.when(more)(lambda: plgpu.barrier_arrive(freed.at[2 * page + side]))
+            # Rotary keys are wanted sooner than latents, behind whose 64 KiB they would queue.
+            if side == 0:
+                plgpu.barrier_arrive(released.at[slot])
+                plgpu.barrier_wait(asked.at[slot])
+            else:
+                plgpu.barrier_wait(released.at[slot])
+                pl.when(entry + TURNS < stop)(lambda: load_rope(entry + TURNS, next_rope))
+                plgpu.barrier_arrive(asked.at[slot])
+                if options.prefetch and not interpret:
+                    plgpu.async_prefetch(rope_ref.at[layer, next_latent])
+
+            @pl.when(more)
+            def _load():
+                if options.shared:
+                    plgpu.barrier_wait(freed.at[2 * page + side])
+                load(entry + STAGES, next_latent)
+
+            return out
+
+        nothing = plgpu.layout_cast(jnp.zeros((TILE_ROWS, half), jnp.float32), plgpu.Layout.WGMMA)
+        out = lax.fori_loop(start, stop, one_page, nothing)
+        plgpu.barrier_wait(summed)
+        total = plgpu.load(exchange.at[TURNS], layout=rows, optimized=False)
+        out = out / along(total, out)
+        target = out_ref.at[split, tile, :, sides[side]]
+        target[...] = out.astype(out_ref.dtype)
+
+    def run(role, registers, action):
+        if not interpret:
+            plgpu.set_max_registers(registers, action=action)
+        role()
+
+    pl.when(me == SCORER)(partial(run, score_pages, options.registers[0], "increase"))
+    for side in range(2):
+        pl.when(me == 1 + side)(partial(run, partial(add_values, side), options.registers[1], "decrease"))
+
+
+def bounds_of_neighbours(bounds: Int[Array, "W P1"]) -> Int[Array, "W P1"]:
+    """Two neighbouring tiles read what either of them sees."""
+    splits = bounds.shape[1] - 1
+    pairs = jnp.repeat(bounds[:, -1].reshape(-1, 2).max(axis=1), 2)
+    return (pairs[:, None] * jnp.arange(splits + 1)[None, :] + splits - 1) // splits
