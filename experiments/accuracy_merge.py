@@ -42,7 +42,7 @@ def merged(paths: Sequence[Path]) -> tuple[ConfigDict, list[dict[str, Any]]]:
     """A configuration for the report, with what differs between the runs listed, and the rows in order."""
     runs = [finished_rows(path) for path in paths]
     keys = [key for key, _ in runs]
-    config = ConfigDict(keys[0])
+    config = dict(keys[0])
     for name in ("models", "tasks", "policies"):
         config[name] = ",".join(dict.fromkeys(each for key in keys for each in listed(key[name])))
     for name in ("length", "samples", "batch"):
@@ -64,7 +64,7 @@ def merged(paths: Sequence[Path]) -> tuple[ConfigDict, list[dict[str, Any]]]:
             row["item"],
         ),
     )
-    return config, ordered
+    return ConfigDict(config), ordered
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -56,7 +56,8 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
             f"{config.dtype}. Every chunk was cached behind another context. Intervals: 95 % of a paired bootstrap "
             "over items.",
         ],
-        "tables": [table(cells, model) for model in dict.fromkeys(cell["model"] for cell in cells)],
+        "tables": [table(cells, model) for model in dict.fromkeys(cell["model"] for cell in cells)]
+        + [part for part in [contests(rows, config.draws, config.seed)] if part],
         "figures": list(figures.values()),
     }
 
@@ -79,7 +80,6 @@ def _cell(key: tuple[str, str, str], group: Rows, full: Rows, rng: np.random.Gen
     divergence = np.array([np.mean(row["kl_tokens"]) for row in group])
     tokens = np.concatenate([row["kl_tokens"] for row in group])
     reused = sum(row["bins"]["exact"] + row["bins"]["shifted"] for row in group)
-    repaired = sum(row["bins"]["repair"] for row in group)
     picks = rng.integers(len(group), size=(draws, len(group)))
     return {
         "model": model,
@@ -95,7 +95,7 @@ def _cell(key: tuple[str, str, str], group: Rows, full: Rows, rng: np.random.Gen
         "kl_worst": float(tokens.max()),
         "agreement": float(np.mean([row["agreement"] for row in group])),
         "first_divergence": float(np.median([row["first_divergence"] for row in group])),
-        "recomputed": repaired / max(1, repaired + reused),
+        "recomputed": _recomputed(group),
         "reused": reused / sum(row["tokens"] for row in group),
         "items": len(group),
         **_answered(group, full, picks),
@@ -224,22 +224,54 @@ def table(cells: list[dict[str, Any]], model: str) -> str:
     return f"## {model}\n\n" + report.markdown_table(tuple(shown), zip(*shown.values(), strict=True))
 
 
+def contests(rows: Rows, draws: int, seed: int) -> str:
+    """Markdown: how much more KL the others leave than repair on the same items: CacheBlend with the same budget, and
+    EPIC with the least number of tokens a run that recomputes no fewer. Empty where there is no pair."""
+    of: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        of.setdefault((row["model"], row["task"]), {}).setdefault(row["policy"], []).append(row)
+    rng, lines = np.random.default_rng(seed), []
+    for (model, task), by in of.items():
+        share = {policy: _recomputed(group) for policy, group in by.items()}
+        for policy in [policy for policy in by if policy.startswith(REPAIR + ":")]:
+            rivals = ["cacheblend:" + policy.split(":")[1]]
+            rivals += sorted(
+                (name for name in by if name.startswith("epic:") and share[name] >= share[policy]),
+                key=share.__getitem__,
+            )[:1]
+            mine = np.array([np.mean(row["kl_tokens"]) for row in by[policy]])
+            picks = rng.integers(len(mine), size=(draws, len(mine)))
+            for rival in (name for name in rivals if name in by):
+                more = np.array([np.mean(row["kl_tokens"]) for row in by[rival]]) - mine
+                low, high = _interval(more[picks].mean(axis=1))
+                gain = f"{more.mean():.2g} [{low:.2g}, {high:.2g}]"
+                lines.append((model, task, policy, f"{share[policy]:.3f}", rival, f"{share[rival]:.3f}", gain))
+    columns = ("model", "task", "repair", "recomputed", "against", "recomputed", "KL more than repair")
+    return "## Repair against the others, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
+
+
+def _recomputed(group: Rows) -> float:
+    repaired = sum(row["bins"]["repair"] for row in group)
+    return repaired / max(1, repaired + sum(row["bins"]["exact"] + row["bins"]["shifted"] for row in group))
+
+
 def _with_interval(cell: dict[str, Any], name: str, form: str) -> str:
     low, high = cell[f"{name}_interval"]
     return f"{cell[name]:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> None:
-    """A quantity against the share of reused tokens recomputed, of the first model: a panel a task, a line a policy.
+    """A quantity against the share of reused tokens recomputed: a panel a task (of the first model asked), a line a
+    policy.
 
     Lines begin at what all of them are without a budget; full prefill is a dashed line (its divergence is 0).
 
     Args:
       quantity: one of ``FIGURES``; "kl" on a logarithmic axis.
     """
-    model = cells[0]["model"]
-    cells = [cell for cell in cells if cell["model"] == model]
+    panels = {cell["task"]: cell["model"] for cell in reversed(cells)}
     tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    several = len(set(panels.values())) > 1
     columns = min(4, len(tasks))
     lines = -(-len(tasks) // columns)
     with plt.rc_context(STYLE):
@@ -248,8 +280,9 @@ def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> 
             layout="constrained",
         )  # fmt: skip
         for axis, task in zip(axes.flat, tasks, strict=False):
-            _panel(axis, [cell for cell in cells if cell["task"] == task], quantity)
-            axis.set_title(task.replace("_", " "), fontsize=9, loc="left")
+            shown = task, panels[task]
+            _panel(axis, [cell for cell in cells if (cell["task"], cell["model"]) == shown], quantity)
+            axis.set_title(task.replace("_", " ") + f" ({panels[task]})" * several, fontsize=8, loc="left")
         for axis in list(axes.flat)[len(tasks) :]:
             axis.remove()
         for axis in list(axes.flat)[max(0, len(tasks) - columns) : len(tasks)]:
