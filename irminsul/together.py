@@ -26,6 +26,7 @@ from irminsul.pool import LatentPool, copy_pages
 from irminsul.prefill import Admission, Request, pack_batch, propose, settle, start_computing
 from irminsul.shared_layout import with_shared_layout
 from irminsul.view import PagedView
+from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
 from pallas_kernels.page_table import PageTable, Storage
 
 
@@ -45,7 +46,15 @@ def prefill_together(
     ``count`` neighbours that leave at most ``segment`` tokens to compute share a block, the others have blocks of their
     own. Arguments and errors are otherwise those of ``prefill``; an error of a later prompt leaves those before it
     admitted.
+
+    Raises:
+      NotImplementedError: where the pool is split over a mesh.
     """
+    if split_axes(SEQUENCE, TENSOR):
+        raise NotImplementedError(
+            "prefill_together: a block of several prompts reads one device's pool, and this one is split over the mesh "
+            f"axes {split_axes(SEQUENCE, TENSOR)}; serve prompts one by one"
+        )
     requests: list[Request] = []
     logits: list[Float[Array, " V"]] = []
     waiting: list[Admission] = []

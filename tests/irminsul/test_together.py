@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from irminsul import together
 from irminsul.cache import CacheConfig, new_cache
 from irminsul.prefill import complete, prefill
-from irminsul.together import prefill_together
 from models import random_model
 from tests.irminsul.conftest import SMALL_CHUNKS
 from tests.irminsul.serving import random_tokens
@@ -34,7 +34,9 @@ def test_prompts_of_one_block_get_what_they_get_alone(name, model):
         alone.append((np.asarray(result.logits), result.request.plan.bins))
         cache = complete(result.cache, result.request)
     cache = warm(subject, document)
-    logits, cache, requests = prefill_together(subject, cache, prompts, count=3, segment=101, mode="deterministic")
+    logits, cache, requests = together.prefill_together(
+        subject, cache, prompts, count=3, segment=101, mode="deterministic"
+    )
     for (expected, bins), got, request in zip(alone, logits, requests, strict=True):
         assert_close(got, expected)
         assert request is requests[2] or request.plan.bins == bins
@@ -47,3 +49,11 @@ def test_prompts_of_one_block_get_what_they_get_alone(name, model):
 def warm(subject, document):
     result = prefill(subject, new_cache(CONFIG, subject.row_format), document, mode="deterministic")
     return complete(result.cache, result.request)
+
+
+def test_a_pool_over_several_devices_is_refused(monkeypatch, model):
+    monkeypatch.setattr(together, "split_axes", lambda *names: ("sequence",))
+    with pytest.raises(
+        NotImplementedError, match=r"split over the mesh axes \('sequence',\); serve prompts one by one"
+    ):
+        together.prefill_together(model, new_cache(CONFIG), [random_tokens(0, 5)])
