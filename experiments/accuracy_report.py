@@ -272,12 +272,12 @@ def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> 
     panels = {cell["task"]: cell["model"] for cell in reversed(cells)}
     tasks = list(dict.fromkeys(cell["task"] for cell in cells))
     several = len(set(panels.values())) > 1
-    columns = min(4, len(tasks))
+    columns = min(3 if several else 4, len(tasks))
     lines = -(-len(tasks) // columns)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            lines, columns, figsize=(2.3 * columns + 0.8, 2.1 * lines + 1.1), squeeze=False, sharex=True, sharey=True,
-            layout="constrained",
+            lines, columns, figsize=(2.3 * columns + 0.8, 2.1 * lines + 1.1), squeeze=False, sharex=True,
+            sharey=not several, layout="constrained",
         )  # fmt: skip
         for axis, task in zip(axes.flat, tasks, strict=False):
             shown = task, panels[task]
@@ -290,8 +290,10 @@ def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> 
             axis.tick_params(labelbottom=True)
         for row in axes:
             row[0].set_ylabel(FIGURES[quantity])
-        handles, labels = axes[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        named: dict[str, Any] = {}
+        for axis in figure.axes:
+            named |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
         figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
         figure.savefig(path)
         plt.close(figure)
