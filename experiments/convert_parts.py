@@ -64,17 +64,18 @@ class Parts:
         """Where all of it was measured; of cores, what the best furnished process had.
 
         Raises:
-          ValueError: if parts differ in anything else, so that they are no one study.
+          ValueError: if parts differ in anything else that both say, so that they are no one study.
         """
-        places = list(self.places.values()) or [report.environment()]
-        for name, place in self.places.items():
+        known: dict[str, Any] = {}
+        for name, place in (self.places or {"": report.environment()}).items():
             for key, value in place.items():
-                if key != "cores" and value != places[0].get(key):
+                if key == "cores":
+                    known[key] = max(value, known.get(key, 0))
+                elif known.setdefault(key, value) != value:
                     raise ValueError(
-                        f"{name} was measured with {key}={value}, another part with {places[0].get(key)}; measure one "
-                        "of them anew"
+                        f"{name} was measured with {key}={value}, another part with {known[key]}; measure one anew"
                     )
-        return {**places[0], "cores": max(place["cores"] for place in places)}
+        return known
 
 
 def shared_out(forms: Sequence[Form], share: tuple[int, int]) -> list[Form]:

@@ -28,6 +28,7 @@ def get_config() -> ConfigDict:
             "batch": 4,
             "seed": 20_000,
             "share": (0, 1),  # which of how many processes this is, as in convert.py
+            "measured_only": False,  # tell what there is instead of measuring what is missing
             "quick": False,
         }
     )
