@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 import models
-from experiments import accuracy, accuracy_report, batch_serving, drift, question_items, reference_eval
+from experiments import accuracy, accuracy_merge, accuracy_report, batch_serving, drift, question_items, reference_eval
 from experiments.configs import accuracy as accuracy_config
 from experiments.divergence import divergence
 from experiments.errors import InputError
@@ -246,3 +246,42 @@ def test_unknown_tasks_and_policies_are_named(tmp_path):
         accuracy.run(small_config(tasks="riddles"), tmp_path)
     with pytest.raises(InputError, match="policies=guess"):
         accuracy.run(small_config(policies="guess"), tmp_path)
+
+
+def made_row(policy: str, item: int, kl: float, repair: int) -> dict:
+    bins = {"exact": 0, "shifted": 100 - repair, "repair": repair}
+    return {"model": "tiny", "task": "nq", "item": item, "policy": policy, "kl_tokens": [kl, kl], "bins": bins}
+
+
+def test_repair_is_compared_in_pairs_with_those_that_recompute_as_much():
+    rows = []
+    for item, noise in enumerate((0.0, 1.0, 3.0)):  # as large as it is between items, in pairs it cancels
+        for policy, kl, repair in (("irminsul+repair:0.1", 0.1, 10), ("cacheblend:0.1", 0.3, 10), ("epic:4", 0.2, 4)):
+            rows.append(made_row(policy, item, kl + noise, repair))
+        rows += [made_row("epic:16", item, 0.0 + noise, 16), made_row("epic:64", item, 0.0, 40)]
+    lines = accuracy_report.contests(rows, 200, 0).splitlines()[4:]
+    assert [line.split(" | ")[4] for line in lines] == ["cacheblend:0.1", "epic:16"]
+    assert lines[0].endswith("| 0.2 [0.2, 0.2] |")
+    assert lines[1].endswith("| -0.1 [-0.1, -0.1] |")
+    assert accuracy_report.contests([row for row in rows if "repair" not in row["policy"]], 200, 0) == ""
+
+
+def test_runs_are_put_together_by_their_finished_batches(tmp_path):
+    key = {**small_config().to_dict(), "models": "tiny", "tasks": "nq", "policies": "full,epic:4"}
+    first = [
+        {"key": key},
+        {"row": made_row("epic:4", 0, 0.1, 4)},
+        {"row": made_row("full", 0, 0.0, 0)},
+        {"finished": "0"},
+    ]
+    second = [
+        {"key": {**key, "policies": "naive", "samples": 9}},
+        {"row": made_row("naive", 0, 1.0, 0)},
+        {"finished": "0"},
+    ]
+    paths = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for path, records in zip(paths, (first, [*second, {"row": made_row("naive", 1, 1.0, 0)}]), strict=True):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"row": {"mod', encoding="utf-8")
+    config, rows = accuracy_merge.merged(paths)
+    assert [row["policy"] for row in rows] == ["full", "epic:4", "naive"]
+    assert (config.policies, config.samples, config.tasks) == ("full,epic:4,naive", 9, "nq")
