@@ -69,7 +69,7 @@ def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: 
                 left.text(WIDEST - 0.005, place, f"{words} →", color=colour, ha="right", va="center", fontsize=8)
         left.set_xlabel("perplexity over the lossless form's; shaded: within 1 %")
         left.set_yticks(places, list(map(known_as, names)))
-        left.legend(frameon=False, loc="center right")
+        left.legend(frameon=False, loc="upper right")
         for name, place, colour in zip(names, places, colours, strict=True):
             if "nq" not in by_name[name]:
                 continue
