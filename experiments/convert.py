@@ -78,8 +78,8 @@ class Study:
             f"{self.config.base}, weights as published, arithmetic in float32, no training except where healing is "
             f"named. Perplexity on encyclopedia passages ({sizes.texts} stretches of 512 tokens) and on the first 4,096"
             f" tokens of those of {sizes.long_texts} US government reports that have as many. Questions: three "
-            "examples in front, greedy, exact match after SQuAD's normalisation, with 95 % bootstrap intervals over items; "
-            "differences to the original are paired. A dash: not measured. "
+            "examples in front, greedy, exact match after SQuAD's normalisation, with 95 % bootstrap intervals over "
+            "items; differences to the original are paired. A dash: not measured. "
             f"Conversions made here are calibrated on {count} sequences of {length} tokens of technical documentation."
         ]
 
