@@ -1,6 +1,7 @@
 """One device against eight: the same logits, no page of the pool on the move, checkpoints read part by part."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,12 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
+from experiments.errors import InputError
+from experiments.latency import QUICK_SHAPE
+from experiments.sharding_load import write_synthetic
+from experiments.sharding_processes import mesh_of
 from models import families, sharding
+from models.checkpoint import check_tensors, read_published
 from models.device_plan import device_plan
 
 
@@ -48,6 +54,21 @@ def test_sparse_attention_chooses_the_same_rows_of_all_devices(results):
     assert one == mesh
     assert one[1] > 0
     assert results["sparse"]["cached"] < 1e-5
+
+
+def test_the_checkpoint_that_is_timed_is_a_published_one_and_takes_no_room(tmp_path):
+    total, largest = write_synthetic(tmp_path / "zeros", "deepseek-v2-lite", QUICK_SHAPE, 0.005)
+    family, config, stored = read_published(tmp_path / "zeros")
+    check_tensors(family, config, stored)
+    sizes = [2 * math.prod(tensor.shape) for tensor in stored.values()]
+    assert (sum(sizes), max(sizes)) == (total, largest)
+    assert 0.004e9 < total < 0.006e9
+    (file,) = (tmp_path / "zeros").glob("*.safetensors")
+    assert file.stat().st_size > total > 10 * 512 * file.stat().st_blocks
+    with pytest.raises(InputError, match="'rows=2' is no mesh"):
+        mesh_of("rows=2")
+    with pytest.raises(InputError, match="'tensor=999' needs 999 devices"):
+        mesh_of("tensor=999")
 
 
 class TestDevicePlan:
