@@ -38,7 +38,7 @@ def describe(config: ConfigDict, rows: list[Row], notes: list[str], out: Path) -
         "summary": summary,
         "figures": ["convert.png"],
         "rows": [{key: value for key, value in row.items() if key != "surprises"} for row in rows],
-        "tables": [table(by_name), shift_table(by_name, config.shift)],
+        "tables": [table(by_name), *([shift_table(by_name, config.shift)] if "shift" in by_name[config.main] else [])],
         "notes": notes,
     }
 
