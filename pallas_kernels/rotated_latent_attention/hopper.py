@@ -1,8 +1,9 @@
 """Rotated latent attention on NVIDIA Hopper (Mosaic GPU): absorbed form, bfloat16, pages of 64 rows.
 
-Two kernels share this entry. ``hopper_rows.py`` puts 64 query rows on the M side of the tensor core: for 64 heads and
-more, and for several tokens of a request. ``hopper_columns.py`` puts the page's rows there and up to 32 heads of one
-token on the N side, which wastes nothing where a tile of 64 would be mostly padding.
+Three kernels share this entry. ``hopper_rows.py`` puts 64 query rows on the M side of the tensor core: for 64 heads and
+more, and for several tokens of a request, where ``hopper_stages.py`` does it faster. ``hopper_columns.py`` puts the
+page's rows there and up to 32 heads of one token on the N side, which wastes nothing where a tile of 64 would be mostly
+padding.
 
 Rotation costs little where distances repeat: ``q . R(delta) k = R(-delta) q . k``, so a kernel turns the query once per
 span of equal distance and pages go from memory to the tensor core as they are. With ``Jq`` the query turned by a right
@@ -37,10 +38,9 @@ from pallas_kernels.rotated_latent_attention.hopper_splits import tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, pack, tile_queries, unpack
 
 # Fastest on an H200 (``docs/log.md``): where every request has pages of its own to read, and where many tiles read the
-# same. ``EXTEND`` in three warpgroups takes the full width and measures no masses.
+# same. The latter run in ``hopper_stages`` where that takes them.
 DECODE = hopper_rows.Options("weights_first")
-EXTEND_IN_PAIRS = hopper_rows.Options("maximum_first", turn_beside=True)
-EXTEND = hopper_stages.Options()
+EXTEND = hopper_rows.Options("maximum_first", turn_beside=True)
 
 
 @struct.dataclass
@@ -69,7 +69,7 @@ def rotated_latent_attention(
     splits: int | None = None,
     rotate: bool = True,
     interpret: bool = False,
-    options: hopper_rows.Options | hopper_stages.Options | None = None,
+    options: hopper_rows.Options | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``; ``splits`` as for ``plan``, the rest as for ``attend``.
 
@@ -186,14 +186,14 @@ def attend(
     scale: float,
     rotate: bool = True,
     interpret: bool = False,
-    options: hopper_rows.Options | hopper_stages.Options | None = None,
+    options: hopper_rows.Options | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Attention as planned.
 
     Args:
       rotate: False compiles rotation out and takes keys as they are stored, to measure what rotation costs.
       interpret: runs in the interpreter of Pallas, which needs no GPU, with its race detector.
-      options: of one of the kernels in rows; None takes the tuned ones.
+      options: takes the kernel of ``hopper_rows``, with these; None takes what is fastest.
     """
     out, lse, _ = _attend_tiles(
         planned,
@@ -228,20 +228,15 @@ def _attend_tiles(
     if planned.in_columns:
         out, lse = hopper_columns.attend_tiles(*operands, **settings)
     else:
-        if options is None:
-            options = _tuned(planned, q_latent, masses)
-        if isinstance(options, hopper_stages.Options):
-            return hopper_stages.attend_tiles(*operands, **settings, masses=masses, options=options)
-        out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
+        requests, _ = planned.schedule.page.shape
+        tokens, _, width = q_latent.shape
+        decode = tokens <= requests
+        if options is None and not (decode or masses) and width == hopper_stages.WIDTH and scale > 0:
+            out, lse = hopper_stages.attend_tiles(*operands, **settings)
+        else:
+            options = options or (DECODE if decode else EXTEND)
+            out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
     return out, lse, mass
-
-
-def _tuned(planned, q_latent, masses):
-    requests, _ = planned.schedule.page.shape
-    tokens, _, width = q_latent.shape
-    if tokens <= requests:
-        return DECODE
-    return EXTEND if width == max(LATENT_WIDTHS) and not masses else EXTEND_IN_PAIRS
 
 
 def _untiled(tiles, out, lse, q_latent, interpret):

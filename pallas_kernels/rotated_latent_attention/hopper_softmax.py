@@ -55,7 +55,8 @@ def mask(score: Any, begin: Any, end: Any, interpret: bool) -> Any:
 def weigh(score: Any, maximum: Any, total: Any, factor: float, interpret: bool) -> tuple[Any, Any, Any, Any]:
     """One step of the online softmax: weights, the new maximum, what to rescale by, the new total.
 
-    Weights are ``2^(factor (score - new maximum))``. ``total`` is that of a thread's own columns: see ``row_total``.
+    Weights are ``2^(factor (score - new maximum))``; ``factor`` is positive. ``total`` is that of a thread's own
+    columns: see ``row_total``.
     """
     if interpret:
         new = jnp.maximum(maximum, score.max(axis=1))

@@ -1,15 +1,17 @@
 """Attention with tiles of 64 query rows as a pipeline of three warpgroups: one scores pages, two add their values.
 
-The scoring warpgroup holds the query in registers, so that the tensor core reads nothing but keys from shared memory
-and three pages fit there instead of two. Of every page it takes the scores, the running maximum and the weights, and
-goes on to the next page; the weights lie in the place of the page's rotary keys, which are dead by then. Each of the
-others owns half of the value columns: it takes the weights, rescales its accumulator, adds ``P V`` and asks for its
-half of the page three pages on. So nothing on the chain from scores to scores waits for values.
+The other kernel for such tiles (``hopper_rows.py``) is a chain through both of its warpgroups. Here scores wait for no
+values. The scorer keeps most of the query in registers: the tensor core then reads little but keys from shared memory,
+and three pages fit there, not two. Of every page it takes the scores, the running maximum and the weights, and goes on
+to the next. Weights lie where the page's rotary keys were, which are dead by then.
+
+Each of the others owns half of the value columns. It rescales its accumulator, where a maximum rose, adds ``P V`` and
+asks for its half of the page three pages on; who is last to read the weights asks for rotary keys two pages on. The
+tensor core prefers wide products to narrow ones, so values wait until the scores of the next page are nearly there and
+run beside its softmax.
 """
 
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -42,28 +44,14 @@ from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS
 # Pages in flight, as latents and as rotary keys.
 STAGES = 3
 TURNS = 2
-# Columns of the latent query that stay in registers; there is no room for more.
-QUERY_COLUMNS = 384
-# Rows whose weights are added up together when masses are asked for; see ``attention_reach``.
-GROUP_ROWS = 16
+# The latent width it takes, and how many columns of the query stay in shared memory: registers hold the rest at most.
+WIDTH = 512
+SHARED = 128
 SCORER = 0
 
 
-@dataclass(frozen=True)
-class Options:
-    """How the kernel spends its time; results agree within rounding.
-
-    ``hold``: values of a page wait until the next page is scored, so that they run beside its softmax. ``registers``:
-    of a thread that scores and of one that adds values.
-    """
-
-    hold: Literal["no", "nearly", "fully"] = "nearly"
-    skip: bool = True
-    prefetch: bool = False
-    shared: bool = False
-    early: bool = False
-    registers: tuple[int, int] = (184, 160)
-
+# Registers of a thread that scores, and of one that adds values: what three warpgroups get at launch, shared anew.
+SCORING, ADDING = 184, 160
 
 _FIELDS = ("request", "position", "first", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
 
@@ -80,45 +68,33 @@ def attend_tiles(
     interleaved: bool,
     rotate: bool,
     interpret: bool,
-    masses: bool = False,
-    options: Options,
-) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"], Float[Array, "W S 4 64"] | None]:
+) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"]]:
     """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several.
 
-    With ``masses`` also the natural log-sum-exp of every query over each group of ``GROUP_ROWS`` neighbouring rows of
-    an entry's page, position 0 aside. It is written for entries up to the last one that the tile sees.
+    ``scale`` is positive.
     """
     tiles, _, width = q_latent.shape
     splits, half = schedule.bounds.shape[1] - 1, width // 2
-    members = 2 if options.shared else 1
-    if options.shared:
-        schedule = replace(schedule, bounds=bounds_of_neighbours(schedule.bounds))
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
-    settings = {"scale": scale, "interleaved": interleaved, "rotate": rotate, "interpret": interpret, "masses": masses}
-    freed = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=2 * STAGES)
+    settings = {"scale": scale, "interleaved": interleaved, "rotate": rotate, "interpret": interpret}
     kernel = plgpu.kernel(
-        partial(_body, **settings, options=options),
+        partial(_body, **settings),
         out_type=(
             jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS, width), jnp.bfloat16 if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS), jnp.float32),
-            jax.ShapeDtypeStruct(
-                (tiles, schedule.page.shape[1], PAGE_ROWS // GROUP_ROWS, TILE_ROWS) if masses else (1,), jnp.float32
-            ),
         ),
-        grid=(tiles // members, splits),
+        grid=(tiles, splits),
         grid_names=("tile", "split"),
-        cluster=(members,),
-        cluster_names=("member",),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types={
-            "query": tile((TILE_ROWS, max(width - QUERY_COLUMNS, 64))),
+            "query": tile((TILE_ROWS, SHARED)),
             "latent": tile((STAGES, 2, PAGE_ROWS, half)),
             "rope": tile((TURNS, PAGE_ROWS, ROPE_WIDTH)),
             # What accumulators are rescaled by before a page's values, and at last the sum of weights.
             "exchange": plgpu.SMEM((TURNS + 1, TILE_ROWS), jnp.float32),
             "factors": plgpu.SMEM((2 * ROPE_WIDTH,), jnp.float32),
-            "query_loaded": plgpu.Barrier(num_arrivals=3 if width > QUERY_COLUMNS else 2),
+            "query_loaded": plgpu.Barrier(num_arrivals=3),
             "query_taken": plgpu.Barrier(num_arrivals=1),
             "factors_loaded": plgpu.Barrier(num_arrivals=1),
             "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2 * STAGES),
@@ -126,9 +102,7 @@ def attend_tiles(
             "scored": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "weighed": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "released": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
-            "asked": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "summed": plgpu.Barrier(num_arrivals=1),
-            **({"freed": freed} if options.shared else {}),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
@@ -136,24 +110,19 @@ def attend_tiles(
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
     inputs = (getattr(schedule, name) for name in _FIELDS)
-    out, lse, mass = kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
-    return out, lse, mass if masses else None
+    return kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
 
 
 def _body(
     request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
-    factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
-    *, scale, interleaved, rotate, interpret, masses, options, query, latent, rope, exchange, factors,
-    query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, asked, summed,
-    freed=None,
+    factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
+    *, scale, interleaved, rotate, interpret, query, latent, rope, exchange, factors,
+    query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, summed,
 ):  # fmt: skip
-    split, me = lax.axis_index("split"), lax.axis_index("warpgroup")
-    tile = lax.axis_index("tile") * (2 if options.shared else 1) + lax.axis_index("member")
+    tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
     request, layer = request_ref[tile], layer_ref[0]
     start, stop = 2 * bounds_ref[tile, split], 2 * bounds_ref[tile, split + 1]
     half = latent.shape[-1]
-    # Columns of the query that stay in shared memory.
-    shared = max(0, 2 * half - QUERY_COLUMNS)
     product = interpreted_product if interpret else tensor_core_product
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     sides = [pl.ds(side * half, half) for side in range(2)]
@@ -204,30 +173,13 @@ def _body(
             partly = (begin > 0) | (end < PAGE_ROWS) | (earliest - origin < PAGE_ROWS - 1)
             return lax.cond(partly, masked, lambda score: score, score)
 
-        def write_masses(entry, limits, maximum, weight):
-            """What every group of rows holds of the weights of each query."""
-            begin, _, origin = limits
-
-            def grouped(weight):
-                parts = range(0, PAGE_ROWS, GROUP_ROWS)
-                return tuple(weight[:, start : start + GROUP_ROWS].sum(axis=1) for start in parts)
-
-            def without_first_position(weight):
-                column = plgpu.broadcasted_iota(jnp.int32, weight.shape, 1, layout=plgpu.Layout.WGMMA)
-                return grouped(jnp.where(column == -origin, 0.0, weight))
-
-            groups = lax.cond(origin == -begin, without_first_position, grouped, weight)
-            for index, group in enumerate(groups):
-                mass_ref.at[tile, entry, index][...] = maximum * scale + jnp.log(group)
-
         for side in range(2):
             plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, sides[side]], latent.at[STAGES - 1, side], query_loaded)
-        if shared:
-            plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, pl.ds(2 * half - shared, shared)], query, query_loaded)
+        plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, pl.ds(2 * half - SHARED, SHARED)], query, query_loaded)
         if rotate:
             pl.when(start < stop)(lambda: load_factors(start))
         plgpu.barrier_wait(query_loaded)
-        widths = half, half - shared
+        widths = half, half - SHARED
         parts = [
             plgpu.load(latent.at[STAGES - 1, side, :, pl.ds(0, width)], layout=plgpu.Layout.WGMMA)
             for side, width in enumerate(widths)
@@ -245,26 +197,21 @@ def _body(
                 (parts[side], latent.at[page, side, :, pl.ds(0, widths[side])], latent_loaded.at[2 * page + side])
                 for side in range(2)
             ]
-            terms += [(query, latent.at[page, 1, :, pl.ds(widths[1], shared)], None)] if shared else []
-            score = start_scores(terms, interpret)
+            behind = (query, latent.at[page, 1, :, pl.ds(widths[1], SHARED)], None)
+            score = start_scores([*terms, behind], interpret)
             if rotate:
                 turned = lax.cond(before != here, lambda _: turned_query(), lambda turned: turned, turned)
                 pl.when(here != there)(lambda: load_factors(jnp.minimum(entry + 1, stop - 1)))
             score = finish_scores(
                 score,
                 (turned, rope.at[slot], rope_loaded.at[slot]),
-                lambda: plgpu.barrier_arrive(scored.at[slot]) if options.hold == "nearly" else None,
+                lambda: plgpu.barrier_arrive(scored.at[slot]),
                 interpret,
-                options.early,
             )
-            if options.hold == "fully":
-                plgpu.barrier_arrive(scored.at[slot])
             score = masked_scores(score, limits)
             weight, new, rescale, total = weigh(score, maximum, total, scale * LOG2E, interpret)
             publish(weight.astype(jnp.bfloat16), rope.at[slot], rescale, exchange.at[slot], interpret)
             plgpu.barrier_arrive(weighed.at[slot])
-            if masses:
-                write_masses(entry, limits, new, weight)
             return new, total, turned
 
         nothing = (
@@ -289,9 +236,7 @@ def _body(
         def load(entry, id_):
             page = stage(entry)
             source = latent_ref.at[layer, id_, :, sides[side]]
-            axes = "member" if options.shared else None
-            barrier = latent_loaded.at[2 * page + side]
-            plgpu.copy_gmem_to_smem(source, latent.at[page, side], barrier, collective_axes=axes)
+            plgpu.copy_gmem_to_smem(source, latent.at[page, side], latent_loaded.at[2 * page + side])
 
         def load_rope(entry, id_):
             slot = turn(entry)
@@ -310,15 +255,11 @@ def _body(
         for ahead in range(STAGES):
             if ahead == STAGES - 1:
                 plgpu.barrier_wait(query_taken)  # it came in where this page goes
-                if options.shared:
-                    plgpu.barrier_arrive(freed.at[2 * ahead + side])
-                    plgpu.barrier_wait(freed.at[2 * ahead + side])
             entry = start + ahead
+            pl.when(entry < stop)(partial(load, entry, page_at(entry)))
             if side == 1 and ahead < TURNS:
                 pl.when(entry < stop)(partial(load_rope, entry, page_at(entry)))
-            pl.when(entry < stop)(partial(load, entry, page_at(entry)))
-        if options.hold != "no":
-            pl.when(start < stop)(lambda: plgpu.barrier_wait(scored.at[0]))
+        pl.when(start < stop)(lambda: plgpu.barrier_wait(scored.at[0]))
 
         def one_page(entry, out):
             page, slot, limits = stage(entry), turn(entry), row_range(entry)
@@ -327,31 +268,16 @@ def _body(
             rescale = plgpu.load(exchange.at[slot], layout=rows, optimized=False)
             plgpu.barrier_wait(latent_loaded.at[2 * page + side])
             clear_unseen(page, limits)
-            scaled = rescaled(out, rescale, interpret) if options.skip else out * along(rescale, out)
-            if options.hold != "no":
-                pl.when(entry + 1 < stop)(lambda: plgpu.barrier_wait(scored.at[turn(entry + 1)]))
+            scaled = rescaled(out, rescale, interpret)
+            pl.when(entry + 1 < stop)(lambda: plgpu.barrier_wait(scored.at[turn(entry + 1)]))
             out = product([(rope.at[slot], latent.at[page, side], None)], scaled)
-            more = entry + STAGES < stop
             wait_for_own_warps(interpret)
-            if options.shared:
-                pl.when(more)(lambda: plgpu.barrier_arrive(freed.at[2 * page + side]))
-            # Rotary keys are wanted sooner than latents, behind whose 64 KiB they would queue.
+            pl.when(entry + STAGES < stop)(lambda: load(entry + STAGES, next_latent))
             if side == 0:
                 plgpu.barrier_arrive(released.at[slot])
-                plgpu.barrier_wait(asked.at[slot])
             else:
                 plgpu.barrier_wait(released.at[slot])
                 pl.when(entry + TURNS < stop)(lambda: load_rope(entry + TURNS, next_rope))
-                plgpu.barrier_arrive(asked.at[slot])
-                if options.prefetch and not interpret:
-                    plgpu.async_prefetch(rope_ref.at[layer, next_latent])
-
-            @pl.when(more)
-            def _load():
-                if options.shared:
-                    plgpu.barrier_wait(freed.at[2 * page + side])
-                load(entry + STAGES, next_latent)
-
             return out
 
         nothing = plgpu.layout_cast(jnp.zeros((TILE_ROWS, half), jnp.float32), plgpu.Layout.WGMMA)
@@ -367,13 +293,6 @@ def _body(
             plgpu.set_max_registers(registers, action=action)
         role()
 
-    pl.when(me == SCORER)(partial(run, score_pages, options.registers[0], "increase"))
+    pl.when(me == SCORER)(partial(run, score_pages, SCORING, "increase"))
     for side in range(2):
-        pl.when(me == 1 + side)(partial(run, partial(add_values, side), options.registers[1], "decrease"))
-
-
-def bounds_of_neighbours(bounds: Int[Array, "W P1"]) -> Int[Array, "W P1"]:
-    """Two neighbouring tiles read what either of them sees."""
-    splits = bounds.shape[1] - 1
-    pairs = jnp.repeat(bounds[:, -1].reshape(-1, 2).max(axis=1), 2)
-    return (pairs[:, None] * jnp.arange(splits + 1)[None, :] + splits - 1) // splits
+        pl.when(me == 1 + side)(partial(run, partial(add_values, side), ADDING, "decrease"))

@@ -211,25 +211,19 @@ def start_scores(terms: Factors, interpret: bool) -> Any:
     return score[0]
 
 
-def finish_scores(
-    score: Any, term: tuple[Any, Any, Any], beside: Callable[[], None], interpret: bool, early: bool = True
-) -> Any:
+def finish_scores(score: Any, term: tuple[Any, Any, Any], beside: Callable[[], None], interpret: bool) -> Any:
     """What ``start_scores`` began plus one more term, once all of it is there.
 
-    ``beside`` runs when all terms but the last of those begun are there, whether or not the keys of the new one are.
+    ``beside`` runs when all are there but the new one.
     """
     query, keys, barrier = term
     if interpret:
         beside()
         return interpreted_product([(query, keys.transpose((1, 0)), barrier)], score)
-    if early:
-        plgpu.wgmma_wait(1)
-        beside()
     _wait(barrier)
     score = _issue(query, keys, first=False)(query, keys, score)
-    if not early:
-        plgpu.wgmma_wait(1)
-        beside()
+    plgpu.wgmma_wait(1)
+    beside()
     plgpu.wgmma_wait(0)
     shape = plgpu.ShapeDtypeStruct(score.shape, score.dtype, layout=plgpu.Layout.WGMMA)
 

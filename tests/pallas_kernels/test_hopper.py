@@ -119,14 +119,18 @@ def test_merge_is_one_softmax(capfd):
 
 
 @pytest.mark.parametrize(
-    ("heads", "rows", "queries", "splits", "interleaved"),
-    [(16, (203, 40, 0), (1, 1, 1), 2, True), (64, (131,), (2,), 1, False), (32, (140, 30), (3, 0), 1, True)],
-    ids=["columns", "rows", "several_tokens_a_tile"],
+    ("heads", "width", "rows", "queries", "splits", "interleaved"),
+    [
+        (16, 128, (203, 40, 0), (1, 1, 1), 2, True),
+        (64, 128, (131,), (2,), 1, False),
+        (32, 512, (140, 30), (3, 0), 1, True),
+    ],
+    ids=["columns", "rows", "stages"],
 )
-def test_interpreted_kernels_against_the_oracle(heads, rows, queries, splits, interleaved, capfd):
+def test_interpreted_kernels_against_the_oracle(heads, width, rows, queries, splits, interleaved, capfd):
     """Partial pages, many distances, NaN everywhere else; no two warpgroups touch a buffer out of order."""
     problem = random_problem(
-        3, heads=heads, rows=rows, queries=queries, latent_width=128, rope_width=64, page_size=64, num_pages=29,
+        3, heads=heads, rows=rows, queries=queries, latent_width=width, rope_width=64, page_size=64, num_pages=29,
         interleaved=interleaved, dtype="bfloat16",
     )  # fmt: skip
     settings = {"scale": problem.scale, "splits": splits, "interpret": True}
