@@ -5,10 +5,11 @@ does where its interface is missing.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental.mosaic.gpu import fragmented_array, mma_utils, profiler
+from jax.experimental.mosaic.gpu import core, fragmented_array, mma_utils, profiler
 from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_m64
 from jaxlib.mlir import ir
@@ -26,6 +27,7 @@ __all__ = [
     "memref",
     "mma_utils",
     "mosaic",
+    "mosaic_modules",
     "nvvm",
     "scf",
     "vector",
@@ -46,3 +48,10 @@ def kernel_microseconds(compiled: jax.stages.Compiled, *args: Any) -> tuple[Any,
     for name, milliseconds in kernels or ():
         times[name] += 1e3 * milliseconds
     return results, dict(times)
+
+
+def mosaic_modules(function: Callable[..., Any], operands: dict[str, Any]) -> list[bytes]:
+    """What Mosaic makes of the kernels a function calls with operands of such shapes, in the order it meets them."""
+    known = set(core.KNOWN_KERNELS)
+    jax.jit(function).trace(**operands).lower(lowering_platforms=("cuda",))
+    return [module for name, module in core.KNOWN_KERNELS.items() if name not in known]
