@@ -286,7 +286,7 @@ def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> 
         for axis in list(axes.flat)[len(tasks) :]:
             axis.remove()
         for axis in list(axes.flat)[max(0, len(tasks) - columns) : len(tasks)]:
-            axis.set_xlabel("recomputed (% of reused tokens)")
+            axis.set_xlabel("recomputed (% of reused)")
             axis.tick_params(labelbottom=True)
         for row in axes:
             row[0].set_ylabel(FIGURES[quantity])
