@@ -64,9 +64,6 @@ class Options:
     turn_beside: bool = False
 
 
-_FIELDS = ("request", "position", "first", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
-
-
 def attend_tiles(
     schedule: Schedule,
     q_latent: Float[Array, "W 64 C"],
@@ -134,8 +131,7 @@ def attend_tiles(
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    inputs = (getattr(schedule, name) for name in _FIELDS)
-    out, lse, mass = kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
+    out, lse, mass = kernel(*jax.tree.leaves(schedule), q_latent, q_rope, latent_pages, rope_pages, layer)
     return out, lse, mass if masses else None
 
 

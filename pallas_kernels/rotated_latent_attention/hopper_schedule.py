@@ -22,7 +22,8 @@ FLOOR, MASKED = -1e20, -1e30
 
 @struct.dataclass
 class Schedule:
-    """Fields of tiles (``W``) and of table entries (``B S``). Padding entries are empty, on page 0.
+    """Fields of tiles (``W``) and of table entries (``B S``), in the order in which kernels that read all take them.
+    Padding entries are empty, on page 0.
 
     ``first`` and ``last`` are the least and the greatest position in a tile, ``bounds`` those of ``split_pairs``.
     ``origin`` is the position that row 0 of the page would have; ``factors`` are the cosines and then the sines of the

@@ -53,8 +53,6 @@ SCORER = 0
 # Registers of a thread that scores, and of one that adds values: what three warpgroups get at launch, shared anew.
 SCORING, ADDING = 184, 160
 
-_FIELDS = ("request", "position", "first", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
-
 
 def attend_tiles(
     schedule: Schedule,
@@ -109,8 +107,7 @@ def attend_tiles(
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    inputs = (getattr(schedule, name) for name in _FIELDS)
-    return kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
+    return kernel(*jax.tree.leaves(schedule), q_latent, q_rope, latent_pages, rope_pages, layer)
 
 
 def _body(
