@@ -73,6 +73,13 @@ class PackedBatch:
         )
 
 
+def empty_flat(capacity: int, entries: int, num_pages: int, *prompts: int) -> Int[np.ndarray, "*B F"]:
+    """The array of a ``PackedBatch`` that computes nothing, one for each of ``prompts``: what padding holds."""
+    flat = np.zeros((*prompts, 5 * capacity + 7 * entries + 2), np.int32)
+    flat[..., capacity : 2 * capacity], flat[..., 2 * capacity : 3 * capacity] = -1, num_pages
+    return flat
+
+
 def compute_blocks(
     model: Any,
     pool: LatentPool,

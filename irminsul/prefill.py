@@ -17,7 +17,7 @@ from irminsul.blocks import Block, Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_key import Context
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use, share
-from irminsul.compute import PackedBatch, run_prefill
+from irminsul.compute import PackedBatch, empty_flat, run_prefill
 from irminsul.content import PromptContent, extend_content, read_content
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import Readable, ReusePlan, Span, plan_prompt
@@ -379,9 +379,8 @@ def pack_batch(cache: ContentCache, placement: Placement, request: Request, capa
     copies += zip(placement.private.tolist(), request.private.tolist(), strict=True)
     copied = np.asarray(copies, np.int32).reshape(-1, 2)
     # One array to transfer: fourteen cost a millisecond ahead of the first token, and joining them another.
-    flat = np.zeros(5 * capacity + 7 * entries + 2, np.int32)
+    flat = empty_flat(capacity, entries, cache.tree.num_pages)
     by_token, by_entry = flat[: 5 * capacity].reshape(5, capacity), flat[5 * capacity : -2].reshape(7, entries)
-    by_token[1, len(positions) :], by_token[2, len(positions) :] = -1, cache.tree.num_pages
     columns = (request.plan.content.tokens[positions], positions, placement.write_page, placement.write_row)
     for column, values in zip(by_token, (*columns, placement.write_position), strict=True):
         column[: len(positions)] = values

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
-from irminsul.compute import PackedBatch
+from irminsul.compute import PackedBatch, empty_flat
 from irminsul.policies import Policy
 from irminsul.pool import LatentPool, copy_pages
 from irminsul.prefill import Admission, Request, pack_batch, propose, settle, start_computing
@@ -94,8 +94,7 @@ def pack_together(admissions: Sequence[Admission], count: int, segment: int) -> 
     """One array a prompt, ``[count, F]``; empty ones for prompts that are missing."""
     config, pages = admissions[0].cache.config, admissions[0].cache.tree.num_pages
     packed = [pack_batch(one.cache, one.placement, one.request, segment) for one in admissions]
-    flat = np.zeros((count, 5 * segment + 7 * config.table_entries + 2), np.int32)
-    flat[:, segment : 2 * segment], flat[:, 2 * segment : 3 * segment] = -1, pages
+    flat = empty_flat(segment, config.table_entries, pages, count)
     flat[: len(packed)] = [one.flat for one in packed]
     return PackedBatch(flat, segment, config.table_entries)
 
