@@ -254,8 +254,8 @@ def attend_rows(
             jax.ShapeDtypeStruct((heads, tokens), jnp.float32),
             jax.ShapeDtypeStruct(mass_shape, jnp.float32),
         ),
-        grid=(heads, tokens // TILE_QUERIES),
-        grid_names=("head", "tile"),
+        grid=(tokens // TILE_QUERIES, heads),  # heads next to each other: the longest tiles of all of them come first
+        grid_names=("tile", "head"),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=rope
