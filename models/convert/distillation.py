@@ -241,18 +241,19 @@ def measure(teacher: Model, student: Model, tokens: Int[np.ndarray, "B T"], fuse
 def try_rates(
     healing: Healing, rates: Sequence[float], training: np.ndarray, steps: int, held: np.ndarray
 ) -> tuple[dict[float, float], float]:
-    """The held-out divergence after ``steps`` steps at each learning rate, and the seconds of a step."""
-    heal, found, seconds = healing.heal, {}, float("inf")
+    """The held-out divergence after ``steps`` steps at each learning rate, and the seconds of a step: the median, since
+    the first compiles and others may share the device."""
+    heal, found, seconds = healing.heal, {}, []
     for rate in rates:
         state = healing.first_state()
         for step in range(steps):
             clock = time.monotonic()
             state, metrics = healing.step(state, rate * min(1, (step + 1) / 10), batch(training, step, heal))
             jax.block_until_ready(metrics)
-            seconds = min(seconds, time.monotonic() - clock)
+            seconds.append(time.monotonic() - clock)
         narrow = jax.tree.map(lambda leaf: leaf.astype(heal.dtype), healing.tensors(state))
         after = healed.with_tensors(healing.student, narrow)
         figures = measure(healing.teacher, after, held[: 2 * heal.microbatch], heal.fused, heal.microbatch)
         kl = figures["kl"]
         found[rate] = kl if np.isfinite(kl) else float("inf")
-    return found, seconds
+    return found, float(np.median(seconds))
