@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from experiments import energy_parts, energy_plots, report
 from experiments.energy_meter import Meter, Reading, meter, modelled
-from experiments.energy_subjects import RECURRENT, SCENARIOS, SHAPES, Scenario, Subject, Unfit, create
+from experiments.energy_subjects import MOST_TOGETHER, RECURRENT, SCENARIOS, SHAPES, Scenario, Subject, Unfit, create
 from experiments.errors import InputError
 from experiments.names import listed
 from experiments.reuse_prompts import HEADER
@@ -95,9 +95,9 @@ def _result(
         "rows": rows,
         "notes": [
             f"Energy by {source}; windows of {settings['seconds']:g} s or more. Random weights, {settings['dtype']}, "
-            f"full published shapes{' cut down' if config.quick else ''}. Where the cache is this project's, prompts "
-            "of a batch are served in a row, those that leave few tokens four to a block; recurrent models take them "
-            "at once.",
+            f"full published shapes{' cut down' if config.quick else ''}. A window is a queue of batches: the next is "
+            "planned while one is computed. Prompts of a batch share a block as long as what they leave to compute is "
+            f"no more than {MOST_TOGETHER:,} tokens, a miss as a hit; recurrent models take a batch at once.",
             "Recurrent layers keep no row of a token, so nothing of a moved text can be served: Mamba2 computes it as "
             "a miss. A hybrid is given the rows of its attention layers for free and still runs every token.",
             *([PARTS] if config.parts else []),
@@ -167,7 +167,7 @@ def _case_rows(
             if counter:
                 readings = counter.measure(partial(subject.serve, scenario), settings["seconds"], repeats)
             else:
-                jax.block_until_ready(subject.serve(scenario))
+                jax.block_until_ready(subject.serve(scenario)[0])
                 readings = [modelled(*subject.work(scenario))]
         except Unfit as error:
             rows.append({**where, "scenario": scenario, "left_out": str(error)})
@@ -189,7 +189,7 @@ def _figures(
         "net_joules": statistics.median(reading.net_joules for reading in readings) / batch,
         "spread": (max(joules) - min(joules)) / middle,
         "windows": len(readings),
-        "calls": sum(reading.calls for reading in readings),
+        "batches": sum(reading.times for reading in readings),
         "milliseconds": 1e3 * seconds / batch,
         "watts": middle * batch / seconds if seconds else 0.0,
         "idle_watts": counter.idle_watts if counter else 0.0,

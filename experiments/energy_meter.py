@@ -16,12 +16,13 @@ JOULES_PER_FLOP, JOULES_PER_BYTE = 1.9e-12, 0.23e-9
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Of one call, averaged over a window: joules, joules less what the idle device takes, seconds; calls counted."""
+    """Of one piece of work, averaged over a window: joules, joules less what the idle device takes, seconds; and how
+    many there were."""
 
     joules: float
     net_joules: float
     seconds: float
-    calls: int
+    times: int
 
 
 class Meter:
@@ -41,18 +42,18 @@ class Meter:
         time.sleep(seconds)
         self.idle_watts = (self.joules() - before) / (time.perf_counter() - started)
 
-    def measure(self, call: Callable[[], Any], seconds: float, repeats: int) -> list[Reading]:
-        """``repeats`` windows of at least ``seconds`` of the same call, behind one that warms up."""
-        jax.block_until_ready(call())
+    def measure(self, serve: Callable[[float], tuple[Any, int]], seconds: float, repeats: int) -> list[Reading]:
+        """``repeats`` windows of at least ``seconds`` behind a call that warms up. ``serve`` works for so many seconds,
+        at least once, and returns what to wait for and how often it did the piece of work."""
+        jax.block_until_ready(serve(0.0)[0])
         readings = []
         for _ in range(repeats):
-            calls, started, before = 0, time.perf_counter(), self.joules()
-            while (spent := time.perf_counter() - started) < seconds or not calls:
-                jax.block_until_ready(call())
-                calls += 1
+            started, before = time.perf_counter(), self.joules()
+            result, times = serve(seconds)
+            jax.block_until_ready(result)
             spent = time.perf_counter() - started
             joules = self.joules() - before
-            readings.append(Reading(joules / calls, (joules - self.idle_watts * spent) / calls, spent / calls, calls))
+            readings.append(Reading(joules / times, (joules - self.idle_watts * spent) / times, spent / times, times))
         return readings
 
 

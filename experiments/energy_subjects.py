@@ -1,6 +1,7 @@
 """Models of every kind of cache, each with the same four ways to serve a prompt of a known and a new part."""
 
 import dataclasses
+import time
 from typing import Any, Literal, Protocol
 
 import jax
@@ -13,12 +14,15 @@ from experiments.reuse_prompts import FULL, HEADER, HIT, Server
 from experiments.work import work_of
 from irminsul.blocks import blocks_for
 from irminsul.plan import NEW
+from irminsul.policies import get_policy
 from models import recurrent
 from models.random_weights import random_model_on_device
 from models.recurrent_cost import still_to_run
 
 Scenario = Literal["miss", "exact", "shifted", "half"]
 SCENARIOS: tuple[Scenario, ...] = ("miss", "exact", "shifted", "half")
+
+MOST_TOGETHER = 5120  # tokens of a block that prompts share
 
 # Dense models whose tokens pass as many parameters as DeepSeek-V2-Lite's, beside its depth and width.
 GROUPED = {
@@ -70,8 +74,9 @@ class Subject(Protocol):
           Unfit: where there is no room.
         """
 
-    def serve(self, scenario: Scenario) -> Any:
-        """The logits of a batch of prompts, to wait for.
+    def serve(self, scenario: Scenario, seconds: float = 0.0) -> tuple[Any, int]:
+        """Logits to wait for, the last of a queue of batches that is ``seconds`` long or one batch, and how many
+        batches there were.
 
         Raises:
           Unfit: where the model cannot be served so.
@@ -102,20 +107,33 @@ class AttentionSubject:
         room = min(config.max_prompt_tokens, limit)
         if cached + max(fresh, HEADER) > room:
             raise Unfit(f"prompts of {cached + fresh} tokens exceed the {room} of the model and the cache")
-        needed = batch * (cached + HEADER) + 2 * (cached + fresh)
+        needed = batch * (cached + HEADER + fresh) + 2 * (cached + fresh)
         if needed > 0.9 * config.num_pages * config.page_size:
             raise Unfit(f"{batch} documents of {cached} tokens exceed a pool of {config.num_pages * config.page_size}")
         self.cached, self.fresh = cached, fresh
         self.documents = [self._new(cached + HEADER) for _ in range(batch)]
-        for document in self.documents:
-            self.server.keep(document)
+        _, segment = self._shared("miss")
+        self.server.serve_in_a_row(self.documents, get_policy("irminsul"), segment=segment)
 
-    def serve(self, scenario: Scenario) -> Any:
+    def serve(self, scenario: Scenario, seconds: float = 0.0) -> tuple[Any, int]:
         policy = FULL if scenario == "miss" else HIT
         if scenario == "half":
             policy = dataclasses.replace(HIT, repair="leading", repair_tokens=self.cached // 2)
-        logits, self.plan = self.server.serve_in_a_row((self._prompt(scenario, one) for one in self.documents), policy)
-        return logits
+        together, segment = self._shared(scenario)
+        logits, self.plan, batches = self.server.serve_queue(
+            lambda: (self._prompt(scenario, document) for document in self.documents),
+            policy, seconds, together=together, segment=segment,
+        )  # fmt: skip
+        return logits, batches
+
+    def _shared(self, scenario: Scenario) -> tuple[int, int]:
+        """How many prompts of a batch share a block, and the tokens that each leaves to compute, of which a block
+        takes ``MOST_TOGETHER``. Longer prompts are cut into blocks."""
+        whole = self.cached + max(self.fresh, HEADER)
+        tokens = {"miss": whole, "half": self.cached // 2 + self.fresh}.get(scenario, self.fresh)
+        if tokens > MOST_TOGETHER:
+            return 1, 0
+        return min(len(self.documents), MOST_TOGETHER // tokens), tokens
 
     def _prompt(self, scenario: Scenario, document: np.ndarray) -> np.ndarray:
         if scenario == "exact":
@@ -128,9 +146,10 @@ class AttentionSubject:
         assert self.server.cache.pool is not None
         counted = work_of(self.server.model, jnp.dtype(self.server.cache.config.dtype).itemsize)
         computed = np.flatnonzero(self.plan.bin_of_token >= NEW)
-        largest = max(block.tokens for block in blocks_for(self.server.model, "fast"))
+        largest = max(MOST_TOGETHER, *(block.tokens for block in blocks_for(self.server.model, "fast")))
+        together, _ = self._shared(scenario)
         blocks = -(-len(computed) // largest)
-        read = blocks * (min(counted.weight_bytes, len(computed) * counted.active_bytes))
+        read = blocks / together * (min(counted.weight_bytes, len(computed) * counted.active_bytes))
         rows = blocks * self.plan.length * counted.row_bytes
         batch = len(self.documents)
         return batch * counted.flops(computed), batch * (read + rows)
@@ -165,18 +184,22 @@ class RecurrentSubject:
         _, self.state = recurrent.prefill(self.model, self.known, state)
         self.behind = recurrent.snapshot(self.state)
 
-    def serve(self, scenario: Scenario) -> Any:
+    def serve(self, scenario: Scenario, seconds: float = 0.0) -> tuple[Any, int]:
         cached, fresh, _ = self.sizes
         if scenario == "half" or (scenario == "shifted" and not any(rows is not None for rows in self.state.rows)):
             raise Unfit("no rows of tokens: every token runs, as in a miss")
-        if scenario == "exact":
-            start, tokens, reused = self.behind, self._new(fresh), 0
-        else:
-            start, tokens = self.empty, np.concatenate([self.known, self._new(fresh)], axis=1)
-            reused = cached if scenario == "shifted" else 0
-        state = recurrent.rewind(self.state, start)
-        logits, self.state = recurrent.prefill(self.model, tokens, state, reused=reused)
-        return logits
+        started, batches, before = time.perf_counter(), 0, None
+        while not batches or time.perf_counter() - started < seconds:
+            if scenario == "exact":
+                start, tokens, reused = self.behind, self._new(fresh), 0
+            else:
+                start, tokens = self.empty, np.concatenate([self.known, self._new(fresh)], axis=1)
+                reused = cached if scenario == "shifted" else 0
+            state = recurrent.rewind(self.state, start)
+            logits, self.state = recurrent.prefill(self.model, tokens, state, reused=reused)
+            jax.block_until_ready(before)  # one batch ahead, as prompts of a cache are planned
+            before, batches = logits, batches + 1
+        return logits, batches
 
     def work(self, scenario: Scenario) -> tuple[float, float]:
         cached, fresh, batch = self.sizes
@@ -208,6 +231,5 @@ def create(
     tokens = min(1 << 20, int(pool_bytes / work_of(model, jnp.dtype(dtype).itemsize).row_bytes)) // 64 * 64
     longest = min(longest, model.max_position)
     server = Server.create(model, pool_tokens=tokens, max_prompt_tokens=longest, dtype=dtype)
-    server.segment = 64 if quick else server.segment
     server.sizes = tuple(int(text) for text in listed(blocks))
     return AttentionSubject(name, server, rng)

@@ -164,13 +164,14 @@ def _length_rows(
         make = prompts.get((row["placement"], row["fraction"]))
         if make is not None:
             policy = FULL if row["placement"] == "full" else HIT
-            reading = counter.measure(partial(_submit_new, server, make, policy), WINDOW_SECONDS, 1)[0]
+            reading = counter.measure(partial(_serve_queue, server, make, policy), WINDOW_SECONDS, 1)[0]
             row |= {"joules": reading.joules, "net_joules": reading.net_joules}
     return rows
 
 
-def _submit_new(server: Server, make: Callable[[], np.ndarray], policy: Policy) -> Any:
-    return server.serve_in_a_row([make()], policy)[0]
+def _serve_queue(server: Server, make: Callable[[], np.ndarray], policy: Policy, seconds: float) -> tuple[Any, int]:
+    logits, _, times = server.serve_queue(lambda: [make()], policy, seconds)
+    return logits, times
 
 
 def _median(served: list[Served]) -> float:

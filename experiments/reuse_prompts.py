@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -21,7 +21,6 @@ from irminsul.prefill import Admission, Proposal, complete, pack_batch, propose,
 from irminsul.together import fits, pack_together, run_together
 
 Placement = Literal["spread", "head", "tail"]
-TOGETHER = 4  # prompts that share a block
 HEADER = 96  # fresh tokens ahead of everything, so that nothing behind them is an exact prefix
 FULL = get_policy("full")
 # Hits are looked up and served, and what the request computed is given back: every repeat finds the same cache.
@@ -73,13 +72,12 @@ class Served:
 class Server:
     """A model and its cache, without anything that an answer needs beyond its first token.
 
-    Prompts in a row share a block where each leaves at most ``segment`` tokens to compute. ``sizes`` are those of the
-    blocks to compile, none for all there are: fewer are ready sooner, and one that no prompt takes changes nothing.
+    ``sizes`` are those of the blocks to compile, none for all there are: fewer are ready sooner, and one that no prompt
+    takes changes nothing.
     """
 
     model: Any
     cache: ContentCache
-    segment: int = 512
     sizes: tuple[int, ...] = ()
 
     @classmethod
@@ -110,58 +108,76 @@ class Server:
         self.cache = complete(admission.cache, admission.request)
         return logits, admission.request.plan, 1e3 * (planned - started)
 
-    def serve_in_a_row(self, prompts: Iterable[np.ndarray], policy: Policy) -> tuple[Any, Any]:
-        """Logits and plan of the last of several prompts, planned while those before them compute; where few tokens
-        are left of ``TOGETHER`` neighbours, they share a block.
+    def serve_in_a_row(
+        self, prompts: Iterable[np.ndarray], policy: Policy, *, together: int = 1, segment: int = 0
+    ) -> tuple[Any, Any]:
+        """Logits and plan of the last of several prompts, planned while those before them compute. ``together`` of
+        them share a block of segments of so many tokens, those that leave more have blocks of their own.
 
         A program with a loop of unknown length keeps the thread that calls it until it ends, so one thread calls and
-        another plans. Planning never looks into the pool: a small one stands for it while the real one is passed on.
+        another plans, at most one block ahead. Planning never looks into the pool: a small one stands for it while the
+        real one is passed on.
         """
         config = self.cache.config
         stand_in = new_pool(self.model.row_format, 1, config.page_size, config.dtype)
         books, pool = dataclasses.replace(self.cache, pool=stand_in), [self.cache.pool]
         waiting: list[Admission] = []
-        logits: Any = None
+        computing: list[Future[Any]] = []
 
         def alone(batch: PackedBatch, blocks: tuple[Block, ...]) -> Any:
             settings = {"blocks": blocks, "cost": cost_model(self.model), "storage": config.storage}
             logits, _, pool[0] = run_prefill(self.model, pool[0], batch, **settings, keep_hidden=False)
             return logits
 
-        def together(batch: PackedBatch) -> Any:
+        def shared(batch: PackedBatch) -> Any:
             settings = {"most_rows": config.max_prompt_tokens, "storage": config.storage}
             logits, pool[0] = run_together(self.model, pool[0], batch, **settings)
             return logits
 
         with ThreadPoolExecutor(1) as caller, _quick_turns():
 
-            def compute(books: ContentCache) -> tuple[ContentCache, Any]:
-                if len(waiting) == 1 or not fits(waiting[0], self.segment):
+            def compute(books: ContentCache) -> ContentCache:
+                if fits(waiting[0], segment):
+                    computing.append(caller.submit(shared, pack_together(waiting, together, segment)))
+                else:
                     (one,) = waiting
                     batch = pack_batch(one.cache, one.placement, one.request)
-                    logits = caller.submit(alone, batch, one.blocks)
-                else:
-                    logits = caller.submit(together, pack_together(waiting, TOGETHER, self.segment))
+                    computing.append(caller.submit(alone, batch, one.blocks))
                 for one in waiting:
                     books = complete(books, one.request)
                 waiting.clear()
-                return books, logits
+                if len(computing) > 1:
+                    jax.block_until_ready(computing.pop(0).result())
+                return books
 
             for prompt in prompts:
                 proposal = self.propose(books, prompt, policy)
-                if waiting and not fits(proposal, self.segment):
-                    books, logits = compute(proposal.cache)
-                    proposal = dataclasses.replace(proposal, cache=books)
+                if waiting and not fits(proposal, segment):
+                    proposal = dataclasses.replace(proposal, cache=compute(proposal.cache))
                 waiting.append(settle(proposal))
                 books, plan = waiting[-1].cache, waiting[-1].request.plan
-                if len(waiting) == TOGETHER or not fits(proposal, self.segment):
-                    books, logits = compute(books)
+                if len(waiting) == together or not fits(proposal, segment):
+                    books = compute(books)
             if waiting:
-                books, logits = compute(books)
-            assert logits is not None
-            last = logits.result()
+                books = compute(books)
+            last = computing[-1].result()
         self.cache = dataclasses.replace(books, pool=pool[0])
         return last, plan
+
+    def serve_queue(
+        self, batch: Callable[[], Iterable[np.ndarray]], policy: Policy, seconds: float, **settings: int
+    ) -> tuple[Any, Any, int]:
+        """As ``serve_in_a_row``, of one batch after the other for ``seconds`` or once, and how many there were."""
+        started, batches = time.perf_counter(), 0
+
+        def queue() -> Iterator[np.ndarray]:
+            nonlocal batches
+            while not batches or time.perf_counter() - started < seconds:
+                batches += 1
+                yield from batch()
+
+        logits, plan = self.serve_in_a_row(queue(), policy, **settings)
+        return logits, plan, batches
 
     def serve(self, prompt: np.ndarray, policy: Policy = HIT) -> Served:
         """One request, timed from prompt to the logits of the first token; its pages are entered in the books behind

@@ -79,8 +79,14 @@ def test_a_counter_is_read_ahead_of_and_behind_each_window(monkeypatch):
     meter = energy_meter.Meter(None, Counter())
     meter.measure_idle(2.0)
     assert meter.idle_watts == pytest.approx(5.0)
-    readings = meter.measure(lambda: pass_time(0.1, 20.0), 0.95, 2)
-    assert [reading.calls for reading in readings] == [10, 10]
+
+    def serve(seconds):
+        times = max(1, round(seconds / 0.1))
+        pass_time(0.1 * times, 20.0)
+        return None, times
+
+    readings = meter.measure(serve, 0.9, 2)
+    assert [reading.times for reading in readings] == [9, 9]
     assert readings[0].joules == pytest.approx(2.0)
     assert readings[0].net_joules == pytest.approx(1.5)
 
