@@ -69,7 +69,8 @@ def _measure(
             rows += _model_rows(name, counter, settings)
         except (Unfit, jax.errors.JaxRuntimeError) as error:
             left_out[name] = str(error).split("\n")[0][:200]
-        print(*(_line(row) for row in rows if row["model"] == name), left_out.get(name, ""), sep="\n", flush=True)
+        if name in left_out:
+            print(f"{name}: {left_out[name]}", flush=True)
         gc.collect()
     return rows, left_out
 
@@ -126,7 +127,9 @@ def _model_rows(name: str, counter: Meter | None, settings: dict[str, Any]) -> l
             longest = max(sum(case[:2]) for case in group) + HEADER
             subject = create(name, **shared, pool_bytes=1e9 * settings["pool_gigabytes"], longest=longest)
             for case in group:
-                rows += _case_rows(subject, counter, settings, case, SCENARIOS if case == cases[0] else BRIEF)
+                found = _case_rows(subject, counter, settings, case, SCENARIOS if case == cases[0] else BRIEF)
+                print(*map(_line, found), sep="\n", flush=True)
+                rows += found
         for row in rows:
             row.setdefault("compile_seconds", compiled.seconds)
         del subject
