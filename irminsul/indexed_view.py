@@ -116,6 +116,6 @@ def attend_selected(
     out, lse, reach = indexed_latent_attention(
         jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, view.query_position, view.query_offsets, view.selection,
         view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary, scale=scale,
-        storage=view.storage, distances=view._distances, latent_scale=view.pool.latent_scale,
+        storage=view.storage, distances=view._distances or (), latent_scale=view.pool.latent_scale,
     )  # fmt: skip
     return jnp.einsum("MHC,HCV->MHV", out, w_uv), lse, reach

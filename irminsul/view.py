@@ -25,16 +25,10 @@ from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 from pallas_kernels.rotated_grouped_attention.api import rotated_grouped_attention
-from pallas_kernels.rotated_grouped_attention.reach import rotated_grouped_attention_with_reach
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, rotated_latent_attention
-from pallas_kernels.rotated_latent_attention.reach import (
-    expanded_latent_attention_with_reach,
-    rotated_latent_attention_with_reach,
-)
 
 Form = Literal["absorbed", "expanded"]
 BY_TOKEN = ("query_position", "write_page", "write_row", "write_position", "dependence")
-Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
 
 @struct.dataclass
@@ -52,7 +46,6 @@ class PagedView:
       segments: requests whose tokens are as many, padding included, and which attend one behind the other where a
         kernel serves one request; 1 leaves the table to the kernel.
       storage: ``base`` or ``unrotated`` keys.
-      implementation: of the attention op, None for the fastest.
       selection: rows each query attends to, where the model chooses them (``indexed_view.py``); None for all in view.
       packed, planned: the table as kernels read it, where they do (``shared_layout.py``); the same in every layer.
       dependence: the share of attention beyond each of ``dependence.DISTANCES``, of the layers so far
@@ -74,7 +67,6 @@ class PagedView:
     planned: Any = None
     form: Form = struct.field(pytree_node=False, default="absorbed")
     storage: Storage = struct.field(pytree_node=False, default="base")
-    implementation: Implementation | None = struct.field(pytree_node=False, default=None)
     segments: int = struct.field(pytree_node=False, default=1)
 
     def attend_latent(
@@ -115,8 +107,7 @@ class PagedView:
         if not split_axes(SEQUENCE, TENSOR):
             out, _, reach, pool = attend(self, **{name: x for name, (x, _) in heads.items()}, **shared, scale=scale)
             return out, self._with_reach(pool, None if reach is None else jnp.max(reach, axis=1), shared["layer"])
-        # What was prepared for the whole table serves no device's part of it.
-        own: dict[str, Any] = dict.fromkeys(("pool", "page_table", "write_page", "packed", "planned", "selection"))
+        own: dict[str, Any] = dict.fromkeys(("pool", "page_table", "write_page", "selection"))
         rest = dataclasses.replace(self, **own)
 
         def on_device(pool, page_table, write_page, selection, rest, shared, **heads):
@@ -159,48 +150,24 @@ class PagedView:
         self, q_nope: Any, q_rope: Any, *, layer: Any, w_uk: Any, w_uv: Any, rotary: RotaryTable, scale: float
     ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H K"] | None]:
         """``_latent`` of rows that are written."""
-        view = self
-        pages = (view.pool.latent_pages, view.pool.rope_pages, layer, view.page_table, rotary)
-        reach = None
+        pages = (self.pool.latent_pages, self.pool.rope_pages, layer, self.page_table, rotary)
+        settings: dict[str, Any] = {
+            "scale": scale,
+            "storage": self.storage,
+            "distances": self._distances,
+            "latent_scale": self.pool.latent_scale,
+        }
         if self.form == "expanded":
-            operands = (q_nope, q_rope, self.query_position, *pages, w_uk, w_uv)
-            if self._needs_more:
-                out, lse, reach = expanded_latent_attention_with_reach(
-                    *operands,
-                    scale=scale,
-                    storage=self.storage,
-                    distances=self._distances,
-                    packed=self.packed,
-                    latent_scale=view.pool.latent_scale,
-                    implementation=self.implementation,
-                )
-            else:
-                out, lse = expanded_latent_attention(
-                    *operands,
-                    scale=scale,
-                    storage=self.storage,
-                    packed=self.packed,
-                    implementation=self.implementation,
-                )
-            return out, lse, reach
-        absorbed = (jnp.einsum("MHK,HKC->MHC", q_nope, w_uk), q_rope, self.query_position, self.query_offsets, *pages)
-        if self._needs_more:
-            out, lse, reach = rotated_latent_attention_with_reach(
-                *absorbed,
-                scale=scale,
-                storage=self.storage,
-                distances=self._distances,
-                latent_scale=view.pool.latent_scale,
-                implementation=self.implementation,
+            found = expanded_latent_attention(
+                q_nope, q_rope, self.query_position, *pages, w_uk, w_uv, **settings, packed=self.packed
             )
-        else:
-            out, lse = rotated_latent_attention(
-                *absorbed,
-                scale=scale,
-                storage=self.storage,
-                planned=self.planned,
-                implementation=self.implementation,
+            return _with_or_without_reach(found)
+        absorbed = jnp.einsum("MHK,HKC->MHC", q_nope, w_uk)
+        out, lse, reach = _with_or_without_reach(
+            rotated_latent_attention(
+                absorbed, q_rope, self.query_position, self.query_offsets, *pages, **settings, planned=self.planned
             )
+        )
         return jnp.einsum("MHC,HCV->MHV", out, w_uv), lse, reach
 
     def _by_segment(self, read: Any, *queries: Array) -> tuple[Any, Any, Any]:
@@ -238,27 +205,23 @@ class PagedView:
         self, query: Any, *, key_heads: int, layer: Any, rotary: RotaryTable, scale: float
     ) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"] | None]:
         """``_grouped`` of rows that are written."""
-        view = self
-        operands = (
+        found = rotated_grouped_attention(
             query,
             self.query_position,
             self.query_offsets,
-            view.pool.latent_pages,
-            view.pool.rope_pages,
+            self.pool.latent_pages,
+            self.pool.rope_pages,
             layer,
-            view.page_table,
+            self.page_table,
             rotary,
+            key_heads=key_heads,
+            scale=scale,
+            storage=self.storage,
+            distances=self._distances,
+            value_scale=self.pool.latent_scale,
+            packed=self.packed,
         )
-        if self._needs_more:
-            return rotated_grouped_attention_with_reach(
-                *operands, key_heads=key_heads, scale=scale, storage=self.storage, distances=self._distances,
-                packed=self.packed, value_scale=view.pool.latent_scale, implementation=self.implementation,
-            )  # fmt: skip
-        out, lse = rotated_grouped_attention(
-            *operands, key_heads=key_heads, scale=scale, storage=self.storage, packed=self.packed,
-            implementation=self.implementation,
-        )  # fmt: skip
-        return out, lse, None
+        return _with_or_without_reach(found)
 
     def with_selection(self, count: int) -> "PagedView":
         """See ``KVView``."""
@@ -285,24 +248,8 @@ class PagedView:
         return dataclasses.replace(self.pool, dependence=stored)
 
     @property
-    def _needs_more(self) -> bool:
-        """Whether the plain ops do not serve: reach is measured, or rows are quantised."""
-        if self.implementation not in (None, "xla"):
-            if self.pool.latent_scale is not None:
-                raise NotImplementedError(
-                    f"implementation={self.implementation!r} does not read {self.pool.latent_pages.dtype} rows; use "
-                    "implementation='xla', or a cache with dtype='bfloat16'"
-                )
-            if self.dependence is not None and self.implementation != "mosaic_gpu":
-                raise NotImplementedError(
-                    f"implementation={self.implementation!r} does not measure how far attention reaches; use "
-                    "implementation='xla', or a cache with dependence=False"
-                )
-        return self.dependence is not None or self.pool.latent_scale is not None
-
-    @property
-    def _distances(self) -> Distances:
-        return () if self.dependence is None else DISTANCES
+    def _distances(self) -> Distances | None:
+        return None if self.dependence is None else DISTANCES
 
     def _with_reach(self, pool: LatentPool, reach: Float[Array, "M K"] | None, layer: Int[Array, ""]) -> "PagedView":
         if self.dependence is None or reach is None:
@@ -329,6 +276,11 @@ class PagedView:
             ),
         )
         return dataclasses.replace(self, pool=pool)
+
+
+def _with_or_without_reach(found: tuple[Any, ...]) -> tuple[Any, Any, Any | None]:
+    """Output, log-sum-exp and reach, None where it is not measured."""
+    return found if len(found) == 3 else (*found, None)
 
 
 _ATTEND = {"latent": PagedView._latent, "grouped": PagedView._grouped}

@@ -7,20 +7,21 @@ Notation: see ``pallas_kernels/page_table.py``; ``D`` is the head width, ``J`` t
 
 from typing import Any
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
+from pallas_kernels.attention_reach import Distances
 from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
 from pallas_kernels.rotated_grouped_attention import reference
-from pallas_kernels.rotated_latent_attention.api import Implementation, chosen
+from pallas_kernels.rotated_latent_attention.api import Implementation, chosen, only_xla
 
 
 def rotated_grouped_attention(
     query: Float[Array, "M H D"],
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
-    value_pages: Float[Array, "L N G JD"],
+    value_pages: Real[Array, "L N G JD"],
     key_pages: Float[Array, "L N G JD"],
     layer: Int[Array, ""],
     page_table: PageTable,
@@ -29,9 +30,11 @@ def rotated_grouped_attention(
     key_heads: int,
     scale: float,
     storage: Storage = "base",
+    distances: Distances | None = None,
+    value_scale: Float[Array, "L N G"] | None = None,
     packed: PackedRows | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
+) -> tuple[Float[Array, "M H ..."], ...]:
     """Causal-by-position attention of ragged requests over their pages.
 
     Args:
@@ -45,17 +48,22 @@ def rotated_grouped_attention(
       key_heads: ``J``.
       scale: softmax scale.
       storage: whether keys are stored at their ``base_position`` or ``unrotated``.
+      distances: to measure which share of its weight each query gives to rows at least so far to its left
+        (``attention_reach.py``); no bit of the output changes. The Hopper kernel groups neighbouring rows as ``packed``
+        has them and XLA those of a page, so where pages are part full a share may differ by what a group of rows holds.
+      value_scale: of quantised values, each row what its page holds times its scale. Only XLA reads them.
       packed: the table's rows in the order of their positions, for the Hopper kernel; by default it packs them itself.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
         one request, widths as ``hopper.unsupported`` lists), and else XLA.
 
     Returns:
-      The attention output (dtype of ``query``) and the float32 natural log-sum-exp of the scores. A query that sees no
-      row gets output 0 and log-sum-exp -inf.
+      The attention output (dtype of ``query``), the float32 natural log-sum-exp of the scores and, with ``distances``,
+      the float32 shares ``[M, H, len(distances)]``. A query that sees no row gets output 0, log-sum-exp -inf and shares
+      of 0.
 
     Raises:
       ValueError: if heads, head width, row width and rotary width do not fit together.
-      NotImplementedError: if the named implementation cannot run on this device.
+      NotImplementedError: if the named implementation cannot run on this device or does not do this.
     """
     heads, width = query.shape[1:]
     if heads % key_heads:
@@ -70,16 +78,20 @@ def rotated_grouped_attention(
             f"rotated_grouped_attention: rotary table turns {rotary.width} values, a head has {width}; "
             "build it from the model's frequencies"
         )
+    if value_scale is not None:
+        implementation = only_xla("rotated_grouped_attention", implementation, "value_scale")
     kernels = chosen(
         "rotated_grouped_attention",
         implementation,
         lambda: hopper_kernels().unsupported(query, key_pages, value_pages, page_table),
     )
     rest = (value_pages, key_pages, layer, page_table, rotary)
-    settings: dict[str, Any] = {"key_heads": key_heads, "scale": scale, "storage": storage}
+    settings: dict[str, Any] = {"key_heads": key_heads, "scale": scale, "storage": storage, "distances": distances}
     if kernels == "mosaic_gpu":
         return hopper_kernels().rotated_grouped_attention(query, query_position, *rest, **settings, packed=packed)
-    return reference.rotated_grouped_attention(query, query_position, query_offsets, *rest, **settings)
+    return reference.rotated_grouped_attention(
+        query, query_position, query_offsets, *rest, **settings, value_scale=value_scale
+    )
 
 
 def hopper_kernels() -> Any:

@@ -30,41 +30,16 @@ def rotated_grouped_attention(
     key_heads: int,
     scale: float,
     storage: Storage = "base",
+    distances: Distances | None = None,
     packed: PackedRows | None = None,
     rows_at_once: int = ROWS_AT_ONCE,
     interpret: bool = False,
-) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
+) -> tuple[Float[Array, "M H ..."], ...]:
     """See ``api.rotated_grouped_attention``; all queries are those of the one request.
 
     Raises:
       NotImplementedError: for shapes or dtypes the kernel does not take.
     """
-    out, lse, _ = rotated_grouped_attention_with_reach(
-        query, query_position, value_pages, key_pages, layer, page_table, rotary, key_heads=key_heads, scale=scale,
-        storage=storage, distances=(), packed=packed, rows_at_once=rows_at_once, interpret=interpret,
-    )  # fmt: skip
-    return out, lse
-
-
-def rotated_grouped_attention_with_reach(
-    query: Float[Array, "M H D"],
-    query_position: Int[Array, " M"],
-    value_pages: Float[Array, "L N G JD"],
-    key_pages: Float[Array, "L N G JD"],
-    layer: Int[Array, ""],
-    page_table: PageTable,
-    rotary: RotaryTable,
-    *,
-    key_heads: int,
-    scale: float,
-    storage: Storage = "base",
-    distances: Distances,
-    packed: PackedRows | None = None,
-    rows_at_once: int = ROWS_AT_ONCE,
-    interpret: bool = False,
-) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"]]:
-    """The same, and the share of weight beyond ``distances``; see ``attention_reach``. Groups of neighbouring rows are
-    those of the packed order."""
     reason = unsupported(query, key_pages, value_pages, page_table)
     if reason is not None:
         raise NotImplementedError(
@@ -82,10 +57,12 @@ def rotated_grouped_attention_with_reach(
     row_bytes = 2 * key_heads * width * query.dtype.itemsize
     if packed is None:
         packed = rows_of_table(page_table, query_position, key_pages.shape[2], storage)
-    return attend_packed(
+    out, lse, reach = attend_packed(
         read_rows, query, None, query_position, packed, value_width=width, scale=scale,
-        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), distances=distances, interpret=interpret,
+        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), distances=distances or (),
+        interpret=interpret,
     )  # fmt: skip
+    return (out, lse) if distances is None else (out, lse, reach)
 
 
 def unsupported(

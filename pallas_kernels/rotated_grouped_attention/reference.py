@@ -21,38 +21,6 @@ def rotated_grouped_attention(
     query: Float[Array, "M H D"],
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
-    value_pages: Float[Array, "L N G JD"],
-    key_pages: Float[Array, "L N G JD"],
-    layer: Int[Array, ""],
-    page_table: PageTable,
-    rotary: RotaryTable,
-    *,
-    key_heads: int,
-    scale: float,
-    storage: Storage = "base",
-) -> tuple[Float[Array, "M H D"], Float[Array, "M H"]]:
-    """See ``api.rotated_grouped_attention``."""
-    out, lse, _ = rotated_grouped_attention_with_reach(
-        query,
-        query_position,
-        query_offsets,
-        value_pages,
-        key_pages,
-        layer,
-        page_table,
-        rotary,
-        key_heads=key_heads,
-        scale=scale,
-        storage=storage,
-        distances=(),
-    )
-    return out, lse
-
-
-def rotated_grouped_attention_with_reach(
-    query: Float[Array, "M H D"],
-    query_position: Int[Array, " M"],
-    query_offsets: Int[Array, " B1"],
     value_pages: Real[Array, "L N G JD"],
     key_pages: Float[Array, "L N G JD"],
     layer: Int[Array, ""],
@@ -62,13 +30,11 @@ def rotated_grouped_attention_with_reach(
     key_heads: int,
     scale: float,
     storage: Storage = "base",
-    distances: Distances,
+    distances: Distances | None = None,
     value_scale: Float[Array, "L N G"] | None = None,
-) -> tuple[Float[Array, "M H D"], Float[Array, "M H"], Float[Array, "M H K"]]:
-    """``rotated_grouped_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
-
-    With ``value_scale`` values are what their page holds times the scale of their row.
-    """
+) -> tuple[Float[Array, "M H ..."], ...]:
+    """See ``api.rotated_grouped_attention``."""
+    measured = distances or ()
     tokens, heads, width = query.shape
     grouped = query.astype(jnp.float32).reshape(tokens, key_heads, heads // key_heads, width)
     requests, entries = page_table.page_id.shape
@@ -91,11 +57,9 @@ def rotated_grouped_attention_with_reach(
             )
             visible = mine[:, None] & (position[None] <= query_position[:, None])
             *softmax, weights, kept = _accumulate(carry[:3], grouped, key, value, visible, scale)
-            if not distances:
+            if not measured:
                 return *softmax, carry[3]
-            far = weight_beyond(
-                weights, query_position, position, distances, query_axis=0, page_size=key_pages.shape[2]
-            )
+            far = weight_beyond(weights, query_position, position, measured, query_axis=0, page_size=key_pages.shape[2])
             return *softmax, kept[..., None] * carry[3] + far
 
         attended = jax.lax.fori_loop(0, -(-used // ENTRIES_PER_STEP), attend_step, carry)
@@ -108,14 +72,14 @@ def rotated_grouped_attention_with_reach(
         jnp.full(grouped.shape[:-1], -jnp.inf, jnp.float32),
         jnp.zeros(grouped.shape[:-1], jnp.float32),
         jnp.zeros(grouped.shape, jnp.float32),
-        jnp.zeros((*grouped.shape[:-1], len(distances)), jnp.float32),
+        jnp.zeros((*grouped.shape[:-1], len(measured)), jnp.float32),
     )
     largest, total, weighted, far = jax.lax.fori_loop(0, requests, attend_request, empty)
     seen = total > 0
     out = jnp.where(seen[..., None], weighted / jnp.where(seen, total, 1)[..., None], 0)
     lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
-    reach = share(far, total).reshape(tokens, heads, len(distances))
-    return out.reshape(query.shape).astype(query.dtype), lse.reshape(tokens, heads), reach
+    found = out.reshape(query.shape).astype(query.dtype), lse.reshape(tokens, heads)
+    return found if distances is None else (*found, share(far, total).reshape(tokens, heads, len(measured)))
 
 
 def _gather_rows(

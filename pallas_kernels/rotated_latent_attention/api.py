@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
+from pallas_kernels.attention_reach import Distances
 from pallas_kernels.packed_rows import PackedRows
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable
@@ -24,7 +25,7 @@ def rotated_latent_attention(
     q_rope: Float[Array, "M H R"],
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
-    latent_pages: Float[Array, "L N G C"],
+    latent_pages: Real[Array, "L N G C"],
     rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
@@ -32,9 +33,11 @@ def rotated_latent_attention(
     *,
     scale: float,
     storage: Storage = "base",
+    distances: Distances | None = None,
+    latent_scale: Float[Array, "L N G"] | None = None,
     planned: Any = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
+) -> tuple[Float[Array, "M H ..."], ...]:
     """Causal-by-position attention of ragged requests over their pages.
 
     Args:
@@ -49,6 +52,9 @@ def rotated_latent_attention(
       rotary: table of the layer (no layer axis).
       scale: softmax scale.
       storage: whether keys are stored at their ``base_position`` or ``unrotated``.
+      distances: to measure which share of its weight each query gives to rows at least so far to its left
+        (``attention_reach.py``); no bit of the output changes.
+      latent_scale: of quantised latents, each row what its page holds times its scale. Only XLA reads them.
       planned: queries and table laid out for the Hopper kernels (``hopper.plan``), which layers can share; by default
         each call lays them out.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16
@@ -57,12 +63,17 @@ def rotated_latent_attention(
         proved in the interpreter and compiled for v5e and v6e, and not yet measured on a device.
 
     Returns:
-      The attention output in the latent space (dtype of ``q_latent``) and the float32 natural log-sum-exp of the
-      scores. A query that sees no row gets output 0 and log-sum-exp -inf.
+      The attention output in the latent space (dtype of ``q_latent``), the float32 natural log-sum-exp of the scores
+      and, with ``distances``, the float32 shares ``[M, H, len(distances)]``. A query that sees no row gets output 0,
+      log-sum-exp -inf and shares of 0.
 
     Raises:
-      NotImplementedError: if the named implementation cannot run on this device or does not take these shapes.
+      NotImplementedError: if the named implementation cannot run on this device or does not do this.
     """
+    if latent_scale is not None:
+        implementation = only_xla("rotated_latent_attention", implementation, "latent_scale")
+    if distances is not None and implementation == "mosaic_tpu":
+        only_xla("rotated_latent_attention", implementation, "distances")
     operands = (
         q_latent,
         q_rope,
@@ -80,22 +91,25 @@ def rotated_latent_attention(
         lambda: hopper_kernels().unsupported(q_latent, latent_pages, rope_pages, storage),
         others=("xla", "mosaic_tpu"),
     )
+    settings: dict[str, Any] = {"scale": scale, "storage": storage}
+    if kernels == "mosaic_gpu" and distances is not None:
+        return hopper_kernels().rotated_latent_attention_with_reach(*operands, **settings, distances=distances)
     if kernels == "mosaic_gpu" and planned is not None:
         return hopper_kernels().attend(planned, q_latent, q_rope, latent_pages, rope_pages, layer, scale=scale)
     if kernels == "mosaic_gpu":
-        return hopper_kernels().rotated_latent_attention(*operands, scale=scale, storage=storage)
+        return hopper_kernels().rotated_latent_attention(*operands, **settings)
     if kernels == "mosaic_tpu":
         from pallas_kernels.rotated_latent_attention import tpu
 
-        return tpu.rotated_latent_attention(*operands, scale=scale, storage=storage)
-    return reference.rotated_latent_attention(*operands, scale=scale, storage=storage)
+        return tpu.rotated_latent_attention(*operands, **settings)
+    return reference.rotated_latent_attention(*operands, **settings, distances=distances, latent_scale=latent_scale)
 
 
 def expanded_latent_attention(
     q_nope: Float[Array, "M H K"],
     q_rope: Float[Array, "M H R"],
     query_position: Int[Array, " M"],
-    latent_pages: Float[Array, "L N G C"],
+    latent_pages: Real[Array, "L N G C"],
     rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
     page_table: PageTable,
@@ -105,9 +119,11 @@ def expanded_latent_attention(
     *,
     scale: float,
     storage: Storage = "base",
+    distances: Distances | None = None,
+    latent_scale: Float[Array, "L N G"] | None = None,
     packed: PackedRows | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
+) -> tuple[Float[Array, "M H ..."], ...]:
     """The same attention for one request with rows projected up to per-head keys and values, for large blocks.
 
     Equals ``W_UV`` applied to ``rotated_latent_attention`` of ``W_UK``-absorbed queries, within rounding.
@@ -116,25 +132,30 @@ def expanded_latent_attention(
       q_nope: queries before absorption.
       q_rope: rotary queries, already rotated to ``query_position``.
       query_position: position of each query token; a negative one is padding (output 0, log-sum-exp -inf).
-      latent_pages, rope_pages, layer, rotary, scale, storage: as for ``rotated_latent_attention``.
+      latent_pages, rope_pages, layer, rotary, scale, storage, latent_scale: as for ``rotated_latent_attention``.
       page_table: ``[1, S]`` entries.
       w_uk, w_uv: per-head up-projections of the latent to keys and values.
+      distances: as for ``rotated_latent_attention``. The Hopper kernel groups neighbouring rows as ``packed`` has them
+        and XLA those of a page, so where pages are part full a share may differ by what a group of rows holds.
       packed: the table's rows in the order of their positions, for the Hopper kernel; by default it packs them itself.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
         widths as ``expanded_hopper.unsupported`` lists; either storage), and else XLA.
 
     Returns:
-      The attention output per head (dtype of ``q_nope``) and the float32 natural log-sum-exp of the scores.
+      The attention output per head (dtype of ``q_nope``), the float32 natural log-sum-exp of the scores and, with
+      ``distances``, the float32 shares ``[M, H, len(distances)]``.
 
     Raises:
       ValueError: if the table holds more than one request.
-      NotImplementedError: if the named implementation cannot run on this device or does not take these shapes.
+      NotImplementedError: if the named implementation cannot run on this device or does not do this.
     """
     if page_table.page_id.shape[0] != 1:
         raise ValueError(
             f"expanded_latent_attention: page_table holds {page_table.page_id.shape[0]} requests and the expanded form "
             "serves one; use rotated_latent_attention for several"
         )
+    if latent_scale is not None:
+        implementation = only_xla("expanded_latent_attention", implementation, "latent_scale")
     operands = (
         q_nope,
         q_rope,
@@ -152,30 +173,28 @@ def expanded_latent_attention(
         implementation,
         lambda: expanded_kernels().unsupported(q_nope, q_rope, w_uv, latent_pages),
     )
-    settings: dict[str, Any] = {"scale": scale, "storage": storage}
+    settings: dict[str, Any] = {"scale": scale, "storage": storage, "distances": distances}
     if kernels == "mosaic_gpu":
         return expanded_kernels().expanded_latent_attention(*operands, **settings, packed=packed)
-    return expanded.expanded_latent_attention(*operands, **settings)
+    return expanded.expanded_latent_attention(*operands, **settings, latent_scale=latent_scale)
 
 
 def chosen(
     operation: str,
     implementation: Implementation | None,
-    refused: Callable[[], str | None] | None,
+    refused: Callable[[], str | None],
     *,
     others: tuple[Implementation, ...] = ("xla",),
-    why: str = "is not available",
 ) -> Implementation:
     """Which implementation of an operation runs: the rule of all that have a Hopper kernel.
 
     A named one runs or raises. None takes "mosaic_gpu" where programs are compiled for a Hopper GPU, unless ``refused``
-    says what of the arguments its kernel cannot take, and else XLA. Without ``refused`` there is no kernel for the
-    call. ``others`` are what else it can be named; ``why`` tells in a refusal why not.
+    says what of the arguments its kernel cannot take, and else XLA. ``others`` are what else it can be named.
 
     Raises:
-      NotImplementedError: if the named implementation cannot run on this device or does not do this.
+      NotImplementedError: if the named implementation cannot run on this device.
     """
-    if refused is not None and implementation in (None, "mosaic_gpu") and hopper_available():
+    if implementation in (None, "mosaic_gpu") and hopper_available():
         # Asked for by name, the kernel itself says what it cannot take.
         refusal = refused() if implementation is None else None
         if refusal is None:
@@ -185,9 +204,22 @@ def chosen(
     if implementation in others and implementation == f"mosaic_{_target_device().platform}":
         return implementation
     raise NotImplementedError(
-        f"{operation}: implementation={implementation!r} {why} on {_target_device().device_kind!r}; "
+        f"{operation}: implementation={implementation!r} is not available on {_target_device().device_kind!r}; "
         "use implementation='xla' or None"
     )
+
+
+def only_xla(operation: str, implementation: Implementation | None, argument: str) -> Literal["xla"]:
+    """What runs where no kernel takes an argument.
+
+    Raises:
+      NotImplementedError: if another implementation is named.
+    """
+    if implementation not in (None, "xla"):
+        raise NotImplementedError(
+            f"{operation}: implementation={implementation!r} does not take {argument}; use implementation='xla' or None"
+        )
+    return "xla"
 
 
 def hopper_kernels() -> Any:

@@ -27,42 +27,6 @@ def expanded_latent_attention(
     q_nope: Float[Array, "M H K"],
     q_rope: Float[Array, "M H R"],
     query_position: Int[Array, " M"],
-    latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G W"],
-    layer: Int[Array, ""],
-    page_table: PageTable,
-    rotary: RotaryTable,
-    w_uk: Float[Array, "H K C"],
-    w_uv: Float[Array, "H C V"],
-    *,
-    scale: float,
-    storage: Storage = "base",
-    pages_per_step: int = PAGES_PER_STEP,
-) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
-    """See ``api.expanded_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
-    out, lse, _ = expanded_latent_attention_with_reach(
-        q_nope,
-        q_rope,
-        query_position,
-        latent_pages,
-        rope_pages,
-        layer,
-        page_table,
-        rotary,
-        w_uk,
-        w_uv,
-        scale=scale,
-        storage=storage,
-        pages_per_step=pages_per_step,
-        distances=(),
-    )
-    return out, lse
-
-
-def expanded_latent_attention_with_reach(
-    q_nope: Float[Array, "M H K"],
-    q_rope: Float[Array, "M H R"],
-    query_position: Int[Array, " M"],
     latent_pages: Real[Array, "L N G C"],
     rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
@@ -74,13 +38,11 @@ def expanded_latent_attention_with_reach(
     scale: float,
     storage: Storage = "base",
     pages_per_step: int = PAGES_PER_STEP,
-    distances: Distances,
+    distances: Distances | None = None,
     latent_scale: Float[Array, "L N G"] | None = None,
-) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H B"]]:
-    """``expanded_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
-
-    With ``latent_scale`` a latent is what its page holds times the scale of its row.
-    """
+) -> tuple[Float[Array, "M H ..."], ...]:
+    """See ``api.expanded_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
+    measured = distances or ()
     tokens, heads, _ = q_nope.shape
     up_key, up_value = w_uk.astype(jnp.float32), w_uv.astype(jnp.float32)
     query = jnp.concatenate([q_nope, q_rope], axis=-1).astype(jnp.float32).swapaxes(0, 1) * scale
@@ -98,16 +60,17 @@ def expanded_latent_attention_with_reach(
         visible = rows.position[None, :] <= query_position[:, None]
         weights, rescale, softmax = update_softmax(state[0], jnp.where(visible[None], scores, -jnp.inf))
         out = state[1] * rescale[..., None] + matmul("HMN,HVN->HMV", weights, value)
-        if not distances:
+        if not measured:
             return softmax, out, state[2]
-        far = weight_beyond(weights, query_position, rows.position, distances, query_axis=1, page_size=page_size)
+        far = weight_beyond(weights, query_position, rows.position, measured, query_axis=1, page_size=page_size)
         return softmax, out, state[2] * rescale[..., None] + far
 
     start = (
         empty_softmax((heads, tokens)),
         jnp.zeros((heads, tokens, w_uv.shape[-1]), jnp.float32),
-        jnp.zeros((heads, tokens, len(distances)), jnp.float32),
+        jnp.zeros((heads, tokens, len(measured)), jnp.float32),
     )
     softmax, out, far = lax.fori_loop(0, steps, step, start)
     out, lse = normalise(softmax, out)
-    return out.swapaxes(0, 1).astype(q_nope.dtype), lse.T, share(far, softmax.total).swapaxes(0, 1)
+    found = out.swapaxes(0, 1).astype(q_nope.dtype), lse.T
+    return found if distances is None else (*found, share(far, softmax.total).swapaxes(0, 1))

@@ -53,42 +53,12 @@ def expanded_latent_attention(
     *,
     scale: float,
     storage: Storage = "base",
+    distances: Distances | None = None,
     packed: PackedRows | None = None,
     rows_at_once: int = ROWS_AT_ONCE,
     interpret: bool = False,
-) -> tuple[Float[Array, "M H V"], Float[Array, "M H"]]:
-    """See ``api.expanded_latent_attention``; the rest as for ``expanded_latent_attention_with_reach``.
-
-    Raises:
-      NotImplementedError: for widths or dtypes the kernel does not take.
-    """
-    out, lse, _ = expanded_latent_attention_with_reach(
-        q_nope, q_rope, query_position, latent_pages, rope_pages, layer, page_table, rotary, w_uk, w_uv, scale=scale,
-        storage=storage, distances=(), packed=packed, rows_at_once=rows_at_once, interpret=interpret,
-    )  # fmt: skip
-    return out, lse
-
-
-def expanded_latent_attention_with_reach(
-    q_nope: Float[Array, "M H K"],
-    q_rope: Float[Array, "M H R"],
-    query_position: Int[Array, " M"],
-    latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G R"],
-    layer: Int[Array, ""],
-    page_table: PageTable,
-    rotary: RotaryTable,
-    w_uk: Float[Array, "H K C"],
-    w_uv: Float[Array, "H C V"],
-    *,
-    scale: float,
-    storage: Storage = "base",
-    distances: Distances,
-    packed: PackedRows | None = None,
-    rows_at_once: int = ROWS_AT_ONCE,
-    interpret: bool = False,
-) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H D"]]:
-    """``expanded_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
+) -> tuple[Float[Array, "M H ..."], ...]:
+    """See ``api.expanded_latent_attention``.
 
     ``rows_at_once`` bounds the rows projected up at a time (static); their keys and values never take more than
     ``MAX_PROJECTED_BYTES``. Groups of neighbouring rows are those of the packed order.
@@ -114,10 +84,12 @@ def expanded_latent_attention_with_reach(
 
     if packed is None:
         packed = rows_of_table(page_table, query_position, latent_pages.shape[2], storage)
-    return attend_packed(
+    out, lse, reach = attend_packed(
         expanded, q_nope, q_rope, query_position, packed, value_width=w_uv.shape[2], scale=scale,
-        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), distances=distances, interpret=interpret,
+        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), distances=distances or (),
+        interpret=interpret,
     )  # fmt: skip
+    return (out, lse) if distances is None else (out, lse, reach)
 
 
 def attend_packed(

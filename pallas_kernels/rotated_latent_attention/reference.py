@@ -36,40 +36,6 @@ def rotated_latent_attention(
     q_rope: Float[Array, "M H R"],
     query_position: Int[Array, " M"],
     query_offsets: Int[Array, " B1"],
-    latent_pages: Float[Array, "L N G C"],
-    rope_pages: Float[Array, "L N G W"],
-    layer: Int[Array, ""],
-    page_table: PageTable,
-    rotary: RotaryTable,
-    *,
-    scale: float,
-    storage: Storage = "base",
-    pages_per_step: int = PAGES_PER_STEP,
-) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
-    """See ``api.rotated_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
-    out, lse, _ = rotated_latent_attention_with_reach(
-        q_latent,
-        q_rope,
-        query_position,
-        query_offsets,
-        latent_pages,
-        rope_pages,
-        layer,
-        page_table,
-        rotary,
-        scale=scale,
-        storage=storage,
-        pages_per_step=pages_per_step,
-        distances=(),
-    )
-    return out, lse
-
-
-def rotated_latent_attention_with_reach(
-    q_latent: Float[Array, "M H C"],
-    q_rope: Float[Array, "M H R"],
-    query_position: Int[Array, " M"],
-    query_offsets: Int[Array, " B1"],
     latent_pages: Real[Array, "L N G C"],
     rope_pages: Float[Array, "L N G W"],
     layer: Int[Array, ""],
@@ -79,13 +45,11 @@ def rotated_latent_attention_with_reach(
     scale: float,
     storage: Storage = "base",
     pages_per_step: int = PAGES_PER_STEP,
-    distances: Distances,
+    distances: Distances | None = None,
     latent_scale: Float[Array, "L N G"] | None = None,
-) -> tuple[Float[Array, "M H C"], Float[Array, "M H"], Float[Array, "M H K"]]:
-    """``rotated_latent_attention``, and the share of weight beyond ``distances``; see ``attention_reach``.
-
-    With ``latent_scale`` a latent is what its page holds times the scale of its row.
-    """
+) -> tuple[Float[Array, "M H ..."], ...]:
+    """See ``api.rotated_latent_attention``. ``pages_per_step`` fixes the order of summation (static)."""
+    measured = distances or ()
     tokens, requests = q_latent.shape[0], page_table.page_id.shape[0]
     token = jnp.arange(tokens)
     request = jnp.searchsorted(query_offsets[1:], token, side="right")
@@ -101,7 +65,7 @@ def rotated_latent_attention_with_reach(
         scale=scale,
         storage=storage,
         pages_per_step=pages_per_step,
-        distances=distances,
+        distances=measured,
     )
     if requests == 1:
         out, lse, reach = attend(q_latent, q_rope, position, page_table)
@@ -109,8 +73,9 @@ def rotated_latent_attention_with_reach(
         owner = jnp.minimum(request, requests - 1)
         out, lse, reach = _each_token(attend, q_latent, q_rope, position, owner, page_table)
     else:
-        out, lse, reach = _each_request(attend, q_latent, q_rope, position, query_offsets, page_table, len(distances))
-    return out.astype(q_latent.dtype), lse, reach
+        out, lse, reach = _each_request(attend, q_latent, q_rope, position, query_offsets, page_table, len(measured))
+    out = out.astype(q_latent.dtype)
+    return (out, lse) if distances is None else (out, lse, reach)
 
 
 def attend_one_table(

@@ -9,14 +9,10 @@ import numpy as np
 import pytest
 
 from irminsul.cache import new_cache
-from irminsul.dependence import DISTANCES
 from irminsul.pool import new_pool
 from irminsul.row_quantisation import QUANTISED, bytes_per_token, quantise
-from irminsul.view import PagedView
 from models import families
-from pallas_kernels.page_table import empty_page_table
-from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention_with_reach
-from pallas_kernels.rotated_latent_attention.reference import rotated_latent_attention_with_reach
+from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, rotated_latent_attention
 from tests.irminsul.serving import assert_same_bits, random_tokens, serve
 from tests.irminsul.test_dependence import TINY_GQA
 from tests.pallas_kernels.latent_oracle import oracle, random_problem
@@ -51,8 +47,8 @@ def test_attention_reads_codes_times_scale(dtype):
     rounded = dataclasses.replace(problem, latent_pages=np.asarray(codes, np.float32) * np.asarray(scale)[..., None])
     arguments = list(problem.arguments())
     arguments[4] = codes
-    attend = jax.jit(partial(rotated_latent_attention_with_reach, scale=problem.scale, distances=()))
-    out, lse, _ = attend(*arguments, latent_scale=scale)
+    attend = jax.jit(partial(rotated_latent_attention, scale=problem.scale))
+    out, lse = attend(*arguments, latent_scale=scale)
     for actual, expected in zip((out, lse), oracle(rounded), strict=True):
         assert_close(actual, expected)
     assert not np.allclose(out, oracle(problem)[0], atol=1e-4)
@@ -60,12 +56,12 @@ def test_attention_reads_codes_times_scale(dtype):
     rng = np.random.default_rng(1)
     up = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 5, width), (3, width, 11))]
     query = jnp.asarray(rng.standard_normal((17, 3, 5)), jnp.float32)
-    expand = partial(expanded_latent_attention_with_reach, scale=problem.scale, distances=())
+    expand = partial(expanded_latent_attention, scale=problem.scale)
     results = [
         jax.jit(expand)(query, *source[1:3], *source[4:], *up, **options)
         for source, options in ((arguments, {"latent_scale": scale}), (rounded.arguments(), {}))
     ]
-    for actual, expected in zip(*(result[:2] for result in results), strict=True):
+    for actual, expected in zip(*results, strict=True):
         assert_close(actual, expected)
 
 
@@ -93,18 +89,11 @@ def test_bytes_of_a_token(model, dtype):
     assert pool.rope_pages.dtype == (jnp.bfloat16 if dtype != "float32" else jnp.float32)
 
 
-def test_kernels_that_cannot_read_them_say_so(model, config):
-    pool = new_pool(model.row_format, 7, 13, "int8")
-    row = jnp.zeros(1, jnp.int32)
-    view = PagedView(pool, empty_page_table(1, 3), row, jnp.array([0, 1]), row, row, row, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*does not read int8 rows.*dtype='bfloat16'"):
-        model.forward(row, row, view)
-    measuring = dataclasses.replace(
-        view,
-        pool=new_pool(model.row_format, 7, 13, "float32", dependence=True),
-        dependence=jnp.zeros((1, len(DISTANCES))),
-    )
-    with pytest.raises(NotImplementedError, match=r"does not measure reach on 'cpu'.*use implementation='xla'"):
-        model.forward(row, row, measuring)
-    with pytest.raises(NotImplementedError, match=r"does not measure how far attention reaches.*dependence=False"):
-        model.forward(row, row, dataclasses.replace(measuring, implementation="mosaic_tpu"))
+def test_kernels_that_cannot_read_them_say_so():
+    arguments = random_problem(3, rows=(61,), queries=(17,)).arguments()
+    attend = partial(rotated_latent_attention, *arguments, scale=1.0)
+    for kernel in ("mosaic_gpu", "mosaic_tpu"):
+        with pytest.raises(NotImplementedError, match=f"{kernel}' does not take latent_scale; use"):
+            attend(latent_scale=jnp.ones(arguments[4].shape[:3]), implementation=kernel)
+    with pytest.raises(NotImplementedError, match="does not take distances; use implementation='xla'"):
+        attend(distances=(7,), implementation="mosaic_tpu")

@@ -9,18 +9,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention_reach import group_rows
-from pallas_kernels.rotated_grouped_attention.reference import (
-    rotated_grouped_attention,
-    rotated_grouped_attention_with_reach,
-)
-from pallas_kernels.rotated_latent_attention.expanded import (
-    expanded_latent_attention,
-    expanded_latent_attention_with_reach,
-)
-from pallas_kernels.rotated_latent_attention.reference import (
-    rotated_latent_attention,
-    rotated_latent_attention_with_reach,
-)
+from pallas_kernels.rotated_grouped_attention.reference import rotated_grouped_attention
+from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention
+from pallas_kernels.rotated_latent_attention.reference import rotated_latent_attention
 from tests.pallas_kernels.latent_oracle import random_problem, rotate64
 from tests.tolerances import assert_close
 
@@ -63,14 +54,14 @@ def expected_reach(problem) -> np.ndarray:
     return reach
 
 
-def check(problem, measured, plain) -> None:
-    """The reach, and an output that is that of the plain op, bit for bit."""
-    out, lse, reach = jax.jit(partial(measured, scale=problem.scale, distances=DISTANCES))()
+def check(problem, attend) -> None:
+    """The reach, and an output that is the same without, bit for bit."""
+    out, lse, reach = jax.jit(partial(attend, scale=problem.scale, distances=DISTANCES))()
     expected = expected_reach(problem)
     assert_close(reach, expected)
     assert expected[..., 0].max() > 0.3
     assert (expected[..., 0] > expected[..., 2]).any()
-    for actual, other in zip((out, lse), jax.jit(partial(plain, scale=problem.scale))(), strict=True):
+    for actual, other in zip((out, lse), jax.jit(partial(attend, scale=problem.scale))(), strict=True):
         np.testing.assert_array_equal(actual, other)
 
 
@@ -78,8 +69,7 @@ def check(problem, measured, plain) -> None:
 @pytest.mark.parametrize("page_size", [5, 34])
 def test_absorbed(shape, page_size):
     problem = random_problem(3, page_size=page_size, **SHAPES[shape])
-    ops = (rotated_latent_attention_with_reach, rotated_latent_attention)
-    check(problem, *(partial(op, *problem.arguments()) for op in ops))
+    check(problem, partial(rotated_latent_attention, *problem.arguments()))
 
 
 @pytest.mark.parametrize("page_size", [5, 34])
@@ -88,8 +78,7 @@ def test_expanded(page_size):
     q_latent, q_rope, position, _, *rest = problem.arguments()
     heads, width = q_latent.shape[1:]
     same = jnp.broadcast_to(jnp.eye(width), (heads, width, width))
-    ops = (expanded_latent_attention_with_reach, expanded_latent_attention)
-    check(problem, *(partial(op, q_latent, q_rope, position, *rest, same, same) for op in ops))
+    check(problem, partial(expanded_latent_attention, q_latent, q_rope, position, *rest, same, same))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -98,8 +87,7 @@ def test_grouped(shape):
     problem = random_problem(5, latent_width=6, rope_width=6, **SHAPES[shape])
     problem = dataclasses.replace(problem, q_latent=np.zeros_like(problem.q_latent))
     _, *rest = problem.arguments()
-    ops = (rotated_grouped_attention_with_reach, rotated_grouped_attention)
-    check(problem, *(partial(op, *rest, key_heads=1) for op in ops))
+    check(problem, partial(rotated_grouped_attention, *rest, key_heads=1))
 
 
 def test_groups_are_whole_parts_of_a_page():

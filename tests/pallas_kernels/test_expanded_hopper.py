@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import packed_rows
 from pallas_kernels.rotated_latent_attention import api, expanded_hopper
-from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention_with_reach
+from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention
 from pallas_kernels.rotated_latent_attention.reference import NEVER
 from tests.pallas_kernels.latent_oracle import random_problem
 from tests.tolerances import assert_close
@@ -66,14 +66,11 @@ def test_interpreted_kernel_against_the_reference(rows, queries, at_once, storag
     position = case.query_position.copy()
     position[[0, 7]] = -1
     inputs = arguments(replace(case, query_position=position))
-    settings = {"scale": case.scale, "storage": storage}
-    settings["distances"] = distances
-    attend = partial(
-        expanded_hopper.expanded_latent_attention_with_reach, rows_at_once=at_once, interpret=True, **settings
-    )
+    settings = {"scale": case.scale, "storage": storage, "distances": distances}
+    attend = partial(expanded_hopper.expanded_latent_attention, rows_at_once=at_once, interpret=True, **settings)
     out, lse, reach = jax.block_until_ready(jax.jit(attend)(*inputs))
     assert "RACE" not in capfd.readouterr().out
-    expected = expanded_latent_attention_with_reach(*inputs, **settings)
+    expected = expanded_latent_attention(*inputs, **settings)
     expected_out, expected_lse, expected_reach = (np.asarray(x, np.float64) for x in expected)
     if distances:
         assert_close(reach, expected_reach, atol=2e-3, rtol=0)

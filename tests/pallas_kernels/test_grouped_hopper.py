@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rotary import rotary_table
-from pallas_kernels.rotated_grouped_attention import api, hopper, reach
+from pallas_kernels.rotated_grouped_attention import api, hopper
 from pallas_kernels.rotated_latent_attention import api as latent_api
 from tests.pallas_kernels.latent_oracle import random_problem
 from tests.tolerances import assert_close
@@ -51,7 +51,7 @@ def test_a_hopper_gpu_runs_it_for_what_it_takes(monkeypatch):
         attend = partial(api.rotated_grouped_attention, key_heads=2, scale=0.1)
         traced = jax.jit(attend).trace(query, position, offsets, *rest)
         assert ("mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()) == kernel
-        measure = partial(reach.rotated_grouped_attention_with_reach, key_heads=2, scale=0.1, distances=(32, 64))
+        measure = partial(attend, distances=(32, 64))
         traced = jax.jit(measure).trace(query, position, offsets, *rest)
         assert ("mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()) == kernel
     with pytest.raises(NotImplementedError, match=r"float32.*it takes bfloat16"):

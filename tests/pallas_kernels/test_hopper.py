@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_table import PageTable
-from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows, reach, reference
+from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows, reference
 from pallas_kernels.rotated_latent_attention.hopper_merge import merge_splits
 from pallas_kernels.rotated_latent_attention.hopper_splits import MULTIPROCESSORS, tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, pack, split_pairs, tile_queries, unpack
@@ -149,7 +149,7 @@ def test_interpreted_kernels_against_the_oracle(heads, width, rows, queries, spl
     assert_close(lse[seen], expected_lse[seen], atol=1e-3)
     assert not np.any(out[~seen])
     if heads == 64:
-        measure = partial(reference.rotated_latent_attention_with_reach, distances=settings["distances"])
+        measure = partial(reference.rotated_latent_attention, distances=settings["distances"])
         measured = jax.jit(partial(measure, scale=problem.scale))(*problem.arguments())
         assert_close(shares, measured[2], atol=1e-3, rtol=0)
         assert 0.1 < float(jnp.max(shares[..., 2])) < float(jnp.max(shares[..., 0]))
@@ -216,11 +216,11 @@ def test_reach_is_measured_by_the_kernels_where_they_can(monkeypatch):
 
     def measure(dtype, **options):
         settings = {"scale": 1.0, "distances": (7,), **options}
-        return reach.rotated_latent_attention_with_reach(*problems[dtype].arguments(), **settings)
+        return api.rotated_latent_attention(*problems[dtype].arguments(), **settings)
 
     elsewhere = measure("bfloat16")
     assert elsewhere[0] is not mark[0]
-    with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*does not measure reach.*use implementation='xla'"):
+    with pytest.raises(NotImplementedError, match=r"mosaic_gpu.*is not available on 'cpu'.*use implementation='xla'"):
         measure("bfloat16", implementation="mosaic_gpu")
     monkeypatch.setattr(api, "hopper_available", lambda: True)
     assert measure("bfloat16") is mark

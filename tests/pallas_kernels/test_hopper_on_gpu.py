@@ -105,10 +105,8 @@ def test_reach(heads, queries):
     problem = problem_on_gpu(7, heads=heads, **BATCH | {"queries": queries})
     distances = (32, 64, 128, 256)
     measured, expected = (
-        jax.jit(partial(op.rotated_latent_attention_with_reach, scale=problem.scale, distances=distances))(
-            *problem.arguments()
-        )
-        for op in (hopper, reference)
+        jax.jit(partial(op, scale=problem.scale, distances=distances))(*problem.arguments())
+        for op in (hopper.rotated_latent_attention_with_reach, reference.rotated_latent_attention)
     )
     assert_close(measured[2], expected[2], atol=2e-3, rtol=0)
     assert 0.1 < float(jnp.max(expected[2][..., 3])) < float(jnp.max(expected[2][..., 0]))
@@ -127,7 +125,7 @@ def test_expanded(queries, key_width, value_width):
     settings = {"scale": problem.scale}
     out, lse = jax.jit(partial(expanded_latent_attention, implementation="mosaic_gpu", **settings))(*operands)
     measured, expected = (
-        jax.jit(partial(op.expanded_latent_attention_with_reach, distances=(32, 128), **settings))(*operands)
+        jax.jit(partial(op.expanded_latent_attention, distances=(32, 128), **settings))(*operands)
         for op in (expanded_hopper, expanded)
     )
     assert_same_bits(measured[:2], (out, lse))
