@@ -68,7 +68,8 @@ def _run(config: ConfigDict, out: Path) -> dict[str, Any]:
     if min(map(len, rows.values())) < 2 * config.heldout:
         raise ValueError(f"heldout={config.heldout} sequences are more than half of some text; give more of it")
     held = {name: source[-config.heldout :] for name, source in rows.items()}
-    training = np.concatenate([source[: -config.heldout] for source in rows.values()])
+    first, *own = (source[: -config.heldout] for source in rows.values())
+    training = np.concatenate([first, *own * config.own_epochs])
     training = training[np.random.default_rng(config.seed).permutation(len(training))].reshape(-1)
     healing = Healing.of(base, converted, heal)
     if config.start:
@@ -146,7 +147,8 @@ def _own_text(config: ConfigDict, base: Model, stream: np.ndarray, work: Path, s
 def _plan(
     config: ConfigDict, healing: Healing, training: np.ndarray, held: np.ndarray, path: Path, started: float
 ) -> dict[str, Any]:
-    """How long and how fast to learn: the rate whose first steps bring most, and as many steps as there is time for.
+    """How long and how fast to learn: the rate whose first steps bring most, and the steps asked for, or as many as
+    there is time for.
 
     Kept beside the checkpoints, so that a run that is resumed goes on as it began.
     """
@@ -161,7 +163,7 @@ def _plan(
         }
         if config.minutes:
             left = started + config.minutes * 60 - time.monotonic()
-            plan["steps"] = max(1, int(left / seconds))
+            plan["steps"] = max(1, min(config.steps, int(left / seconds)))
     _say(started, f"plan {plan}")
     path.write_text(json.dumps(plan))
     return plan

@@ -15,6 +15,7 @@ def get_config() -> ConfigDict:
             "own_minutes": 0.0,  # stop writing after; 0: when done
             "own_batch": 1024,
             "own_length": 512,
+            "own_epochs": 1,  # times it is read for once of the other
             "passages": "",  # text that it is asked about; empty: the stream
             "separator": "<|endoftext|>",  # stands before every document
             "conversion": "",  # a folder with one; empty: calibrate and convert first
@@ -35,7 +36,7 @@ def get_config() -> ConfigDict:
             "dtype": "bfloat16",
             "fused": False,  # cuDNN attention on an NVIDIA GPU
             "checkpoint_every": 50,
-            "minutes": 0.0,  # leave early; after trials, as many steps as fit; 0: to the last step
+            "minutes": 0.0,  # leave early; after trials, as many of the steps as fit; 0: to the last step
             "seed": 0,  # of the order of texts, and of what the base writes
             "shard_bytes": 14_000_000,
             "quick": False,
