@@ -1,9 +1,10 @@
 """The experts on NVIDIA Hopper (Mosaic GPU): tokens laid out in tiles of one expert each, and two tiled products.
 
 Every expert's tokens begin a new tile (MegaBlocks, Gale et al., arXiv 2211.15841, section 4), so a tile reads one
-expert's matrix and nothing is masked; what fills a tile up is computed and thrown away. One warpgroup copies, two
-multiply. Gate and up projection share their reads of the tokens, and ``silu(gate) * up`` is formed in float32 before
-anything is stored. Tiles of one expert run next to each other, which leaves its matrices in the second-level cache.
+expert's matrix and nothing is masked. What fills a tile up is computed and thrown away, but a warpgroup of whose rows
+none is a token's computes nothing. One warpgroup copies, two multiply. Gate and up projection share their reads of the
+tokens, and ``silu(gate) * up`` is formed in float32 before anything is stored. Tiles of one expert run next to each
+other, which leaves its matrices in the second-level cache.
 
 For few tokens, an expert that all of them pass goes along as tiles of its own, cut into parts as wide as a routed one:
 alone it would have a dozen tiles for all processors, and reading its matrices would take several times as long.
@@ -56,8 +57,8 @@ def experts_swiglu(
     together = shared is not None and goes_along(x.shape[0], gate.shape[-1], shared[0].shape[-1])
     tiles, counts = lay_out(experts, gate.shape[1]), experts < gate.shape[1]
     # Fused into the sum over choices they would be worked out anew for every element of it.
-    token, place, expert, used = lax.optimization_barrier((tiles.token, tiles.place, tiles.expert, tiles.used))
-    tiles = Tiles(token, place, expert, used, tiles.rows)
+    laid = lax.optimization_barrier((tiles.token, tiles.place, tiles.expert, tiles.used, tiles.filled))
+    tiles = Tiles(*laid, tiles.rows)
     if together:
         assert shared is not None
         parts = shared[0].shape[-1] // gate.shape[-1]
@@ -110,7 +111,7 @@ def swiglu(
     order = jnp.arange(x.shape[0], dtype=jnp.int32)
     last = jnp.max(jnp.where(valid, order[:count] + 1, 0), initial=0)
     expert = jnp.zeros(x.shape[0] // rows, jnp.int32)
-    tiles = Tiles(order, order[:count, None], expert, -(-last // rows), rows)
+    tiles = Tiles(order, order[:count, None], expert, -(-last // rows), last - rows * jnp.arange(len(expert)), rows)
     multiply = partial(_multiply, tiles, layer, interpret=interpret)
     inner = multiply(x, (gate, up))
     if down.ndim == 2:
@@ -130,13 +131,15 @@ def fills_gpu(tokens: int, width: int) -> bool:
 
 class Tiles(NamedTuple):
     """Tokens laid out by expert: the token of each row (0 where a tile is filled up), the row of each token's choices,
-    the expert of each tile, and how many tiles there are. ``rows`` of a tile. The first ``common`` tiles belong to
-    parts of the expert that all tokens pass, and ``expert`` is the part."""
+    the expert of each tile, how many tiles there are, and how many rows each has up to its last token's (more than
+    ``rows`` of a tile where others of its expert follow). The first ``common`` tiles belong to parts of the expert that
+    all tokens pass, and ``expert`` is the part."""
 
     token: Int[Array, " P"]
     place: Int[Array, "M K"]
     expert: Int[Array, " T"]
     used: Int[Array, ""]
+    filled: Int[Array, " T"]
     rows: int
     common: int = 0
 
@@ -165,8 +168,10 @@ def lay_out(experts: Int[Array, "M K"], count: int) -> Tiles:
         token = jnp.sum(jnp.where(mine, owner.reshape(1, -1), 0), axis=1, dtype=jnp.int32)
     else:
         token = jnp.zeros(capacity * rows, jnp.int32).at[place].set(owner, mode="drop")
-    expert = jnp.searchsorted(last_tile, jnp.arange(capacity), side="right", method="compare_all")
-    return Tiles(token, place, jnp.minimum(expert, count - 1), last_tile[-1], rows)
+    tile = jnp.arange(capacity, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(last_tile, tile, side="right", method="compare_all"), count - 1)
+    filled = (first_row + sizes)[expert] - rows * tile
+    return Tiles(token, place, expert, last_tile[-1], filled, rows)
 
 
 def _rank_by_comparing(experts: Int[Array, "M K"], count: int) -> tuple[Int[Array, "M K"], Int[Array, " E"]]:
@@ -208,7 +213,8 @@ def with_expert_of_all(tiles: Tiles, tokens: int, parts: int) -> Tiles:
     own = jnp.arange(tokens, dtype=jnp.int32)[:, None] + size * jnp.arange(parts, dtype=jnp.int32)[None]
     place = jnp.concatenate([tiles.place + parts * size, own], axis=1)
     expert = jnp.concatenate([jnp.repeat(jnp.arange(parts, dtype=tiles.expert.dtype), blocks), tiles.expert])
-    return Tiles(token, place, expert, tiles.used + common, tiles.rows, common)
+    filled = jnp.concatenate([jnp.full(common, tiles.rows, tiles.filled.dtype), tiles.filled])
+    return Tiles(token, place, expert, tiles.used + common, filled, tiles.rows, common)
 
 
 def unsupported(dtype: jax.typing.DTypeLike, gate: Float[Array, "L E D F"]) -> str | None:
@@ -259,12 +265,13 @@ def _multiply(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    return kernel(tiles.expert, tiles.used.reshape(1), layer.reshape(1), x, *factors, *shared)
+    return kernel(tiles.expert, tiles.filled, tiles.used.reshape(1), layer.reshape(1), x, *factors, *shared)
 
 
 def _body(
-    expert_ref, count_ref, layer_ref, x_ref, *refs, across, common, interpret, rows, columns, stored, loaded, used
-):
+    expert_ref, filled_ref, count_ref, layer_ref, x_ref, *refs,
+    across, common, interpret, rows, columns, stored, loaded, used,
+):  # fmt: skip
     *factor_refs, out_ref = refs
     factor_refs, shared_refs = factor_refs[: columns.shape[1]], factor_refs[columns.shape[1] :]
     tile, column = lax.axis_index("tile") // across, lax.rem(lax.axis_index("tile"), jnp.int32(across))
@@ -273,6 +280,7 @@ def _body(
     wide, own = columns.shape[2], columns.shape[-1]
     steps = x_ref.shape[1] // DEPTH
     running = tile < count_ref[0]
+    multiplies = running & (me < COMPUTE_WARPGROUPS)
     first_row, first_column = tile * (high * SUBTILE_ROWS), column * (wide * own)
 
     @pl.when(running & (me == COMPUTE_WARPGROUPS))
@@ -321,7 +329,20 @@ def _body(
         for slot in range(stages):
             plgpu.barrier_wait(used.at[slot])
 
-    @pl.when(running & (me < COMPUTE_WARPGROUPS))
+    if high > 1:  # warpgroups share a tile by rows, and one may have none
+        idle = filled_ref[tile] <= me * SUBTILE_ROWS
+
+        @pl.when(multiplies & idle)
+        def _let_go():
+            @pl.loop(0, steps)
+            def _step(step):
+                slot = lax.rem(step, jnp.int32(stages))
+                plgpu.barrier_wait(loaded.at[slot])
+                plgpu.barrier_arrive(used.at[slot])
+
+        multiplies = multiplies & ~idle
+
+    @pl.when(multiplies)
     def _compute():
         if not interpret:
             plgpu.set_max_registers(232, action="increase")
