@@ -1,6 +1,5 @@
 """Summary, tables and plot of the accuracy study."""
 
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from experiments import report
-from experiments.plots import STYLE, TITLE_WIDTH
+from experiments.plots import STYLE, entitle
 
 REPAIR = "irminsul+repair"
 Rows = Sequence[dict[str, Any]]
@@ -294,7 +293,7 @@ def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> 
         for axis in figure.axes:
             named |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)
 

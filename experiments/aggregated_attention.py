@@ -14,7 +14,6 @@ Entries are compared with fresh ones before rotation, which is exact. Then the s
 entries replaced, and its logits at the question are compared with full prefill.
 """
 
-import textwrap
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from ml_collections import ConfigDict
 
 from experiments import aggregated_traffic, report
 from experiments.errors import InputError
-from experiments.plots import STYLE, TITLE_WIDTH
+from experiments.plots import STYLE, entitle
 from models import aggregated_attention as aggregated
 from models.aggregated_attention import AggregatedConfig, Kept, Kind, Parts
 
@@ -328,6 +327,6 @@ def plot(config: ConfigDict, rows: list[dict[str, Any]], title: str, path: Path)
         axes[0].set(ylabel="relative L2 of entries, median")
         axes[0].annotate("equal", (4, FLOOR), (0, 4), textcoords="offset points", fontsize=8, color="#8c8c8c")
         axes[0].legend(frameon=False, fontsize=8, loc="center right")
-        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)

@@ -14,7 +14,7 @@ from experiments import page as pages
 from experiments import recovery_plots, report
 from experiments.census_breaks import KINDS, Break, BreakFinder
 from experiments.errors import InputError
-from experiments.plots import STYLE, plt
+from experiments.plots import STYLE, entitle, plt
 from experiments.recovery_survey import Survey, SurveySettings, summarise
 from experiments.traffic.block_hashes import holds_blocks
 from experiments.traffic.readers import ReadReport, read_requests
@@ -132,7 +132,7 @@ def plot_breaks(breaks: list[dict[str, Any]], path: Path) -> None:
         names = [f"{entry['kind']} ({entry['requests']})" for entry in breaks][::-1]
         axis.barh(names, [entry["tokens_lost"] for entry in breaks][::-1], color="#d9622b")
         axis.set_xlabel("tokens seen before that an exact-prefix cache computes again (in brackets: requests)")
-        figure.suptitle("What breaks the prefix", fontsize=10, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, "What breaks the prefix")
         figure.savefig(path)
         plt.close(figure)
 

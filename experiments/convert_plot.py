@@ -1,6 +1,5 @@
 """Plot of the conversion study: what each form costs in perplexity, and how often it answers like the original."""
 
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.passage_questions import mean_interval
-from experiments.plots import STYLE, TITLE_WIDTH
+from experiments.plots import STYLE, entitle
 
 Row = dict[str, Any]
 ORIGINAL, MAIN, OTHER = "#8c8c8c", "#1f4e8c", "#6baed6"
@@ -78,6 +77,6 @@ def plot(by_name: Mapping[str, Mapping[str, Row]], main: str, title: str, path: 
             right.plot(middle, place, "o", color=colour, markersize=5)
         right.axvline(100 * np.mean(by_name["original"]["nq"]["exact"]), color=ORIGINAL, linewidth=0.8, linestyle=":")
         right.set_xlabel("Natural Questions, exact match, %")
-        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10, x=0.01, ha="left")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)

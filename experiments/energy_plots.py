@@ -1,6 +1,5 @@
 """Plot of the energy study: joules a prompt by model and way of serving, as shares of a miss."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.plots import STYLE, TITLE_WIDTH
+from experiments.plots import STYLE, entitle
 
 COLOURS = {"miss": "#d9622b", "half": "#e9a15b", "shifted": "#6baed6", "exact": "#1f4e8c"}
 LABELS = {"miss": "computed", "half": "moved, half recomputed", "shifted": "moved rows", "exact": "exact prefix"}
@@ -30,6 +29,6 @@ def plot_saved(rows: Sequence[dict[str, Any]], cached: int, batch: int, title: s
         axis.set_xticks(range(len(models)), models)
         axis.set(ylabel="energy, a miss = 1")
         axis.legend(frameon=False, fontsize=7.5, ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.15))
-        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)

@@ -1,13 +1,12 @@
 """Plot of the latency study: time to first token by the share served from cache, beside the ideal."""
 
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 
-from experiments.plots import STYLE, TITLE_WIDTH
+from experiments.plots import STYLE, entitle
 
 BLUE, ORANGE, RED, GREY = "#1f4e8c", "#d9622b", "#b3362c", "#8c8c8c"
 EDGES = (("head", ORANGE, "new tokens first"), ("tail", RED, "new tokens last"), ("exact", GREY, "exact prefix"))
@@ -34,6 +33,6 @@ def plot_fractions(rows: Sequence[dict[str, Any]], title: str, path: Path) -> No
             axis.set_title(f"{length:,} tokens", fontsize=9, loc="left")
         axes[0][0].set_ylabel("time to first token (ms)")
         axes[0][0].legend(frameon=False, fontsize=7.5)
-        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)

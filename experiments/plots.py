@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 # Reused in blues, computed in warm colours and greys: the eye sums each family. Order of stacking.
@@ -26,6 +27,7 @@ COLOURS = {
     "last": "#3b3b3b",
 }
 LINES = {"full": "#d9622b", "prefix": "#8c8c8c", "naive": "#b3362c", "irminsul": "#1f4e8c"}
+CHARACTERS_AN_INCH = 9.5  # of a title
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
 
 
@@ -39,7 +41,10 @@ def by_turn(rows: Sequence[dict[str, Any]], policy: str, value) -> tuple[np.ndar
     return turns, np.array([np.mean(groups[turn]) for turn in turns])
 
 
-TITLE_WIDTH = 80  # characters that a figure of README width holds
+def entitle(figure: Figure, text: str) -> None:
+    """Puts a sentence, the finding, above a figure, in as many lines as its width asks for."""
+    lines = textwrap.fill(text, int(CHARACTERS_AN_INCH * figure.get_figwidth()))
+    figure.suptitle(lines, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
 
 
 def plot_bins(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: str, path: Path) -> None:
@@ -75,7 +80,7 @@ def plot_bins(rows: Sequence[dict[str, Any]], policies: Sequence[str], title: st
         handles, labels = handles[1:] + handles[:1], labels[1:] + labels[:1]  # bars first, the line's mark last
         columns = len(labels) if len(labels) <= 6 and len(policies) > 2 else -(-len(labels) // 2)
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
-        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)
 
@@ -101,7 +106,7 @@ def plot_latency(rows: Sequence[dict[str, Any]], policies: Sequence[str], title:
             right.legend(frameon=False, fontsize=8)
         else:
             right.text(0.5, 0.5, "all below 1e-9", ha="center", transform=right.transAxes)
-        figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)
 

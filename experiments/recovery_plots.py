@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.plots import COLOURS, STYLE, plt
+from experiments.plots import COLOURS, STYLE, entitle, plt
 
 LABELS = {
     "prefix, blocks of 64": "paged_64",
@@ -91,6 +91,6 @@ def _mean_by_turn(rows: Sequence[Mapping[str, Any]], turns: list[int], value) ->
 
 
 def _save(figure, title: str, path: Path) -> None:
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left", fontweight="bold", wrap=True)
+    entitle(figure, title)
     figure.savefig(path)
     plt.close(figure)

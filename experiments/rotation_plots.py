@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 
-from experiments.plots import STYLE
+from experiments.plots import STYLE, entitle
 
 BLUE, LIGHT, ORANGE, RED, GREY = "#1f4e8c", "#6baed6", "#d9622b", "#b3362c", "#8c8c8c"
 BY_DISTANCE = (
@@ -45,8 +45,7 @@ def plot_errors(rows: Sequence[dict[str, Any]], path: Path) -> None:
         right.axhline(floor, color=GREY, linewidth=1, linestyle="--")
         right.set(xscale="log", yscale="log", xlabel="moves of one bf16 row", ylim=(1e-3, 1e-1))
         right.legend(frameon=False, fontsize=7.5)
-        figure.suptitle("Turning by tabulated float64 angles costs one rounding, however far and however often",
-                        fontsize=10.5, x=0.01, ha="left", fontweight="bold")  # fmt: skip
+        entitle(figure, "Turning by tabulated float64 angles costs one rounding, however far and however often")
         figure.savefig(path)
         plt.close(figure)
 
@@ -63,7 +62,6 @@ def plot_attention(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.bar_label(bars, [f"{row['relative_l2']:.2g}" for row in listed], padding=3, fontsize=8)
         axis.set(xscale="log", xlabel="relative L2 of the attention output")
         axis.margins(x=0.1)
-        figure.suptitle("In attention's output a move cannot be told from bf16 storage",
-                        fontsize=10.5, x=0.01, ha="left", fontweight="bold")  # fmt: skip
+        entitle(figure, "In attention's output a move cannot be told from bf16 storage")
         figure.savefig(path)
         plt.close(figure)

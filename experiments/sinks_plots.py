@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.plots import STYLE
+from experiments.plots import STYLE, entitle
 
 COLOURS = {"fresh": "#8c8c8c", "from the start": "#b3362c", "from the middle": "#1f4e8c"}
 MODEL_MARKERS = "osD^v"
@@ -39,7 +39,7 @@ def plot_mass(rows: Sequence[dict[str, Any]], first_tokens: int, path: Path) -> 
         prompt, document = (_mean(listed, models[0], where) for where in ("prompt", "document"))
         title = f"{models[0]}: a prompt's first {first_tokens} tokens draw {prompt:.0%} of attention, "
         title += f"a document's {document:.2%}"
-        figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)
 
@@ -68,7 +68,7 @@ def plot_carve_out(rows: Sequence[dict[str, Any]], path: Path) -> None:
         first, *_, last = (row for row in listed if (row["model"], row["prepared"]) == (models[0], "from the start"))
         title = f"{models[0]}: computing a document's first {last['carve_out']} tokens anew lowers KL "
         title += f"{first['kl'] / max(last['kl'], 1e-30):.1f} times if it was cached from a prompt's start"
-        figure.suptitle(title, fontsize=10.5, x=0.01, ha="left", fontweight="bold")
+        entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)
 
