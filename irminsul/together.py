@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
-from irminsul.compute import PackedBatch, empty_flat
+from irminsul.compute import PackedBatch, PrefillBatch, empty_flat
 from irminsul.policies import Policy
 from irminsul.pool import LatentPool, copy_pages
 from irminsul.prefill import Admission, Request, pack_batch, propose, settle, start_computing
@@ -106,9 +106,8 @@ def compute_together(
     the next pool."""
     count, segment = batch.flat.shape[0], batch.capacity
     each = [dataclasses.replace(batch, flat=flat).unpacked() for flat in jnp.asarray(batch.flat)]
-    for one in each:
-        pool = copy_pages(pool, one.copy_source, one.copy_target, one.copy_count)
     joined = jax.tree.map(lambda *parts: jnp.concatenate([part.reshape(-1) for part in parts]), *each)
+    pool = copy_pages(pool, *_joined_copies(joined, batch.entries))
     table = jax.tree.map(lambda field: field.reshape(count, -1), joined.page_table)
     view = PagedView(
         pool=pool,
@@ -127,6 +126,18 @@ def compute_together(
     hidden, view = model.forward(joined.tokens, joined.positions, view)
     last = jnp.maximum(joined.count, 1) - 1 + segment * jnp.arange(count, dtype=jnp.int32)
     return model.unembed(hidden[last]), view.finished_pool()
+
+
+def _joined_copies(joined: PrefillBatch, entries: int) -> tuple[Int[Array, " K"], Int[Array, " K"], Int[Array, ""]]:
+    """Copies of all prompts one behind the other, for one loop: the host waits for the condition of each."""
+    before = jnp.cumsum(joined.copy_count) - joined.copy_count
+    place = jnp.arange(entries)[None] + before[:, None]
+    place = jnp.where(jnp.arange(entries)[None] < joined.copy_count[:, None], place, joined.copy_source.size)
+    source, target = (
+        jnp.zeros_like(pages).at[place.reshape(-1)].set(pages, mode="drop")
+        for pages in (joined.copy_source, joined.copy_target)
+    )
+    return source, target, jnp.sum(joined.copy_count)
 
 
 run_together = jax.jit(compute_together, static_argnames=("most_rows", "storage"), donate_argnames=("pool",))

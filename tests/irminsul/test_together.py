@@ -26,7 +26,8 @@ def test_prompts_of_one_block_get_what_they_get_alone(name, model):
         other,
         np.concatenate([other[:50], random_tokens(4, 9)]),  # begins as its neighbour, which is not computed yet
         random_tokens(5, 203),  # more than a segment holds
-        np.concatenate([document[:200], random_tokens(6, 11)]),
+        np.concatenate([document[:200], random_tokens(6, 11)]),  # leaves a page inside it, as the next: copies
+        np.concatenate([document[:100], random_tokens(7, 13)]),
     ]
     alone, cache = [], warm(subject, document)
     for prompt in prompts:
@@ -43,6 +44,7 @@ def test_prompts_of_one_block_get_what_they_get_alone(name, model):
         cache = complete(cache, request)
     assert requests[0].plan.bins["shifted"] > 150
     assert alone[2][1]["exact"] == 50 > requests[2].plan.bins["exact"]
+    assert all(any(page.copied_rows for page in request.fresh) for request in requests[4:])
     assert not cache.in_flight.any()
 
 
