@@ -9,16 +9,17 @@ import jax.numpy as jnp
 
 from irminsul.blocks import on_hopper
 from irminsul.view import PagedView
-from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
+from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, axis_size, split_axes
 from pallas_kernels.packed_rows import rows_of_table
 
 
 def with_shared_layout(view: PagedView, model: Any, most_rows: int | None = None) -> PagedView:
     """The view with its table laid out for the Hopper kernels, or as it is where none of them runs.
 
-    ``most_rows`` bounds the rows in view where the table has room for more.
+    ``most_rows`` bounds the rows in view where the table has room for more. Where a mesh splits heads, every device
+    reads the same table; where it splits pages, each has a table of its own, and nothing is laid out ahead.
     """
-    if not on_hopper(model) or split_axes(SEQUENCE, TENSOR) or view.dependence is not None:
+    if not on_hopper(model) or split_axes(SEQUENCE) or view.dependence is not None:
         return view
     pool = view.pool
     if model.row_format.kind == "grouped" or view.form == "expanded":
@@ -33,7 +34,7 @@ def with_shared_layout(view: PagedView, model: Any, most_rows: int | None = None
         return dataclasses.replace(view, packed=packed)
     from pallas_kernels.rotated_latent_attention import hopper
 
-    heads = model.config.num_attention_heads
+    heads = model.config.num_attention_heads // (axis_size(TENSOR) if split_axes(TENSOR) else 1)
     query = jnp.zeros((view.query_position.shape[0], heads, pool.latent_pages.shape[3]), model.dtype)
     by_layer = model.rotary.coarse_cos.ndim > 2
     if by_layer or hopper.unsupported(query, pool.latent_pages, pool.rope_pages, view.storage) is not None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from models import families, sharding
 from models.families import RowFormat
+from models.sharded_experts import axes_of_shared
 from pallas_kernels.mesh_axes import DATA, EXPERT, SEQUENCE, TENSOR
 
 
@@ -91,8 +92,9 @@ def _row_bytes(row_format: RowFormat, mesh_shape: Mapping[str, int], itemsize: i
 
 
 def _collective_bytes(config: Any, row_format: RowFormat, mesh_shape: Mapping[str, int], dtype: Any) -> dict[str, int]:
-    """Sums over ``tensor`` behind attention, feed-forward and embedding, over ``expert`` behind the experts, and over
-    ``sequence`` to put partial attention together (values and their weights in float32)."""
+    """Sums over ``tensor`` behind attention, feed-forward and embedding, over ``expert`` and ``tensor`` behind the
+    experts, the one of all tokens included where its columns divide, and over ``sequence`` to put partial attention
+    together (values and their weights in float32)."""
     itemsize = jnp.dtype(dtype).itemsize
     hidden = config.hidden_size * itemsize
 
@@ -102,7 +104,9 @@ def _collective_bytes(config: Any, row_format: RowFormat, mesh_shape: Mapping[st
 
     layers = config.num_hidden_layers
     experts = getattr(config, "moe_layers", 0)
-    shared = experts if getattr(config, "n_shared_experts", None) else 0
+    inner = (getattr(config, "n_shared_experts", None) or 0) * (getattr(config, "moe_intermediate_size", None) or 0)
+    with_routed = set(axes_of_shared(inner, mesh_shape)) == {a for a in (EXPERT, TENSOR) if mesh_shape.get(a, 1) > 1}
+    shared = experts if inner and not with_routed else 0
     heads = config.num_attention_heads / mesh_shape.get(TENSOR, 1)
     width = getattr(config, "v_head_dim", None) or config.head_dim
     return {

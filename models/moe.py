@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from models.config import MLAConfig
 from models.layers import swiglu
-from models.sharded_experts import experts_on_mesh
+from models.sharded_experts import columns_of_shared, experts_on_mesh
 from pallas_kernels.experts_swiglu.api import Implementation, experts_swiglu, takes_kernel
 from pallas_kernels.mesh_axes import EXPERT, TENSOR, split_axes
 from pallas_kernels.rotated_latent_attention.api import hopper_available
@@ -101,11 +101,14 @@ def keeps_experts_whole(stack: dict[str, Any], dtype: jax.typing.DTypeLike, kv: 
 
 def without_experts(stack: dict[str, Any], dtype: jax.typing.DTypeLike) -> tuple[dict[str, Any], dict[str, Any]]:
     """A stack of MoE layers without the matrices of its routed experts, and those; shared experts go along where the
-    kernel takes them, too."""
+    kernel takes them, too: on a mesh, a device's columns of them."""
     feed = stack["mlp"]
     experts = {name: feed[name] for name in EXPERT_MATRICES}
-    if "shared" in feed and not split_axes(EXPERT, TENSOR) and takes_kernel(dtype, feed["shared"]["gate"][:, None]):
-        experts["shared"] = feed["shared"]
+    if "shared" in feed:
+        gate = feed["shared"]["gate"]
+        columns = columns_of_shared(gate.shape[-1])
+        if columns and takes_kernel(dtype, jax.ShapeDtypeStruct((len(gate), 1, gate.shape[1], columns), gate.dtype)):
+            experts["shared"] = feed["shared"]
     rest = {name: leaf for name, leaf in feed.items() if name not in experts}
     return {**stack, "mlp": rest}, experts
 
@@ -135,17 +138,18 @@ def mixture(
         kept = jnp.sum(jnp.where(unused, weights, 0.0), axis=-1)
         experts, weights = jnp.where(unused, 0, experts), jnp.where(unused, 0.0, weights)
     matrices = [(params if stacked is None else stacked)[name] for name in EXPERT_MATRICES]
-    along = stacked.get("shared") if stacked is not None else None
-    if split_axes(EXPERT, TENSOR):
-        routed = experts_on_mesh(x, experts, weights, *matrices, layer=layer, valid=valid)
+    shared = ({**params, **(stacked or {})})["shared"] if config.n_shared_experts else None
+    all_pass = None if shared is None else tuple(shared[name] for name in EXPERT_MATRICES)
+    on_mesh = bool(split_axes(EXPERT, TENSOR))
+    if all_pass is not None and on_mesh:
+        along = all_pass if columns_of_shared(all_pass[0].shape[-1]) else None
     else:
-        all_pass = None if along is None else (along["gate"], along["up"], along["down"])
-        routed = experts_swiglu(
-            x, experts, weights, *matrices, layer=layer, valid=valid, shared=all_pass, implementation=implementation
-        )
+        along = all_pass if stacked is not None and "shared" in stacked else None
+    routed = (experts_on_mesh if on_mesh else experts_swiglu)(
+        x, experts, weights, *matrices, layer=layer, valid=valid, shared=along, implementation=implementation
+    )
     if config.zero_expert_num:
         routed = routed + (x.astype(jnp.float32) * kept[:, None]).astype(x.dtype)
-    if not config.n_shared_experts or along is not None:
+    if all_pass is None or along is not None:
         return routed
-    shared = params["shared"]
-    return routed + swiglu(x, shared["gate"], shared["up"], shared["down"])
+    return routed + swiglu(x, *all_pass)

@@ -2,10 +2,12 @@
 
 A parameter of a large model fits no host: the experts of DeepSeek-V3 alone are 1.3 TB. Devices start from empty parts;
 tensor after tensor is mapped, cut, and set in place (donated) in the parts it belongs to, several at once, together
-never more than the largest takes. A mapped tensor is sent in slabs, so that a host holds even less of it. On several
-hosts each reads what its own devices keep. Layout and checks are those of ``checkpoint.py``.
+never more than the largest takes. A mapped tensor is sent in slabs, each of which is let go when it was sent, so that
+a host holds even less of it. On several hosts each reads what its own devices keep. Layout and checks are those of
+``checkpoint.py``.
 """
 
+import mmap
 import threading
 import time
 from collections import deque
@@ -141,9 +143,11 @@ class _Parts:
             order = tuple(np.argsort([-abs(stride) for stride in own.strides], kind="stable").tolist())
             turned = tuple(np.argsort(order).tolist())
             local = [place - begin for place, (begin, _) in zip(index, leading, strict=True)]
-            for start, slab in _slabs(own, order):
+            for start, source in _slabs(own, order):
                 at = np.asarray([*local, *start], np.int32)
+                slab = np.ascontiguousarray(source.transpose(order))
                 sent = jax.block_until_ready([jax.device_put(slab, device) for device in devices])
+                _let_go(source)
                 with self.lock:  # one writer: the part is taken over
                     written = [
                         _set_at(self.arrays[device], array, at, turned)
@@ -157,19 +161,37 @@ class _Parts:
 
 
 def _slabs(value: np.ndarray, order: tuple[int, ...]) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Pieces of ``value`` of at most ``SLAB_BYTES`` along the axis that the file has outermost, each with its start
-    along every axis of ``value``, contiguous in the file's ``order`` of axes."""
+    """Pieces of ``value`` of about ``SLAB_BYTES`` at most along the axis that the file has outermost (``order[0]``),
+    each with its start along every axis of ``value``. They are alike where that takes no more than twice as many: each
+    shape takes a program."""
+    start = [0] * value.ndim
     if not value.ndim:
-        yield [], np.ascontiguousarray(value)
+        yield start, value
         return
-    outer, start = order[0], [0] * value.ndim
+    outer = order[0]
     length = value.shape[outer]
-    pieces = min(length, -(-value.nbytes // SLAB_BYTES)) or 1
+    fewest = min(length, -(-value.nbytes // SLAB_BYTES)) or 1
+    pieces = next((count for count in range(fewest, 2 * fewest + 1) if length % count == 0), fewest)
     step = -(-length // pieces)
     for begin in range(0, length, step):
         start[outer] = begin
         cut = tuple(slice(begin, begin + step) if axis == outer else slice(None) for axis in range(value.ndim))
-        yield list(start), np.ascontiguousarray(value[cut].transpose(order))
+        yield list(start), value[cut]
+
+
+def _let_go(piece: np.ndarray) -> None:
+    """Takes the pages of a piece that is mapped from a file out of this process; read again they come back."""
+    owner: Any = piece
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if not isinstance(owner, mmap.mmap) or not piece.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    begin, end = (
+        address - np.frombuffer(owner, np.uint8).ctypes.data for address in np.lib.array_utils.byte_bounds(piece)
+    )
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="turned")

@@ -2,8 +2,9 @@
 
 DeepSeek's own split: heads of attention, inner widths of dense layers and the vocabulary over ``tensor``, whole routed
 experts over ``expert`` and ``tensor`` together; the small projections to the latent stand everywhere, as the latent
-does (arXiv 2412.19437, section 3.4). Multiplications are split by the compiler; attention and experts, which it cannot
-split, by ``irminsul.sharded_pool`` and ``models.sharded_experts``.
+does (arXiv 2412.19437, section 3.4). The expert of all tokens is split by its inner width over the devices of the
+routed ones, so that one sum serves both. Multiplications are split by the compiler; attention and experts, which it
+cannot split, by ``irminsul.sharded_pool`` and ``models.sharded_experts``.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from models import families
 from models.families import Family, Model
+from models.sharded_experts import axes_of_shared
 from pallas_kernels.mesh_axes import DATA, EXPERT, TENSOR
 
 # Logical axes of the parameters that are worth splitting, by name; axes in front of these count layers, then experts.
@@ -68,7 +70,11 @@ def partition(family: Family, config: Any, mesh: Mesh | AbstractMesh) -> Any:
     def one(path: Any, parameter: families.Parameter) -> PartitionSpec:
         names = tuple(entry.key for entry in path)
         logical = logical_axes(names, len(parameter.shape))
-        axes = [tuple(axis for axis in RULES.get(name or "", ()) if axis in mesh.shape) for name in logical]
+        rules = dict(RULES)
+        if "shared" in names[:-1] and "inner" in logical:
+            inner = parameter.shape[logical.index("inner")]
+            rules["inner"] = axes_of_shared(inner, mesh.shape) or RULES["inner"]
+        axes = [tuple(axis for axis in rules.get(name or "", ()) if axis in mesh.shape) for name in logical]
         for name, over, length in zip(logical, axes, parameter.shape, strict=True):
             if length % math.prod(mesh.shape[axis] for axis in over):
                 sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in over)
