@@ -232,17 +232,25 @@ def walk_left(
 
 
 def walk_right(
-    tree: PageTree, prompt: np.ndarray, begin: int, page: int, row_begin: int, *, stop: int, pure: bool
+    tree: PageTree,
+    prompt: np.ndarray,
+    begin: int,
+    page: int,
+    row_begin: int,
+    *,
+    stop: int,
+    pure: bool,
+    pages_ahead: int = 0,
 ) -> list[Piece]:
     """Matches ``prompt[begin:stop]`` forwards from ``(page, row_begin)``, through children where a page ends.
 
     With ``pure`` only pure rows count. Among several continuations the one that agrees longest on its first page is
-    taken, the newest of equals.
+    taken, the newest of equals. ``pages_ahead`` are compared at first: a guess, which changes nothing but the time.
     """
     pieces: list[Piece] = []
-    block = FIRST_BLOCK
+    block = max(FIRST_BLOCK, min(pages_ahead, LARGEST_BLOCK))
     while begin < stop:
-        pages, ends = _only_descendants(tree, page, row_begin, block, stop - begin)
+        pages, ends, only = _only_descendants(tree, page, row_begin, block, stop - begin)
         begins = [row_begin, *[0] * (len(pages) - 1)]
         places = list(accumulate(map(sub, ends, begins), initial=begin))
         agree = _agree(tree, prompt[begin : min(stop, places[-1])], pages, begins, ends, pure)
@@ -253,6 +261,9 @@ def walk_right(
         if row_begin > begins[last]:
             pieces.append(Piece(page, begins[last], row_begin, places[last]))
         block = min(4 * block, LARGEST_BLOCK)
+        if begin == places[-1] and only != NONE:  # what it holds is compared with the pages behind it
+            page, row_begin = only, 0
+            continue
         page, row_begin = _best_child(tree, prompt[begin:stop], page, row_begin, pure), 0
         if page == NONE:
             break
@@ -321,24 +332,28 @@ def _leading_of(tree: PageTree, pages: list[int], owners: tuple[int, ...]) -> in
     return len(pages) if theirs.all() else int(theirs.argmin())
 
 
-def _only_descendants(tree: PageTree, page: int, row_begin: int, count: int, rows: int) -> tuple[list[int], list[int]]:
+def _only_descendants(
+    tree: PageTree, page: int, row_begin: int, count: int, rows: int
+) -> tuple[list[int], list[int], int]:
     """``page`` and what stands to its right for as long as there is no choice, up to which row each, like
-    ``_ancestors``."""
+    ``_ancestors``, and the page behind them if there is no choice either, or ``NONE``."""
     fill, namespace, parent_end = tree.fill.data, tree.namespace.data, tree.parent_end.data
     first_child, next_sibling, owner = tree.first_child.data, tree.next_sibling.data, int(tree.namespace[page])
-    pages, ends = [page], [fill[page]]
-    rows -= fill[page] - row_begin
-    while rows > 0 and len(pages) < count:
-        child = first_child[page]
-        if child == NONE or next_sibling[child] != NONE or parent_end[child] != fill[page]:
-            break
-        if namespace[child] != owner or not fill[child]:
-            break
-        page = child
-        pages.append(page)
-        ends.append(fill[page])
-        rows -= fill[page]
-    return pages, ends
+    pages: list[int] = []
+    ends: list[int] = []
+    child = page
+    while child != NONE and rows > 0 and len(pages) < count:
+        pages.append(child)
+        end = fill[child]
+        ends.append(end)
+        rows -= end - row_begin
+        row_begin = 0
+        child = first_child[child]
+        if child != NONE and (
+            next_sibling[child] != NONE or parent_end[child] != end or namespace[child] != owner or not fill[child]
+        ):
+            child = NONE
+    return pages, ends, child
 
 
 def _best_child(tree: PageTree, prompt: np.ndarray, page: int, row_end: int, pure: bool) -> int:

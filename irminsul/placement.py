@@ -7,6 +7,9 @@ names its fresh pages ``0 .. k-1``; ``assign`` puts pool pages in their place on
 
 import bisect
 import dataclasses
+from functools import partial
+from itertools import pairwise, repeat
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -15,8 +18,7 @@ from irminsul.page_tree import ROOT, PageTree
 from irminsul.plan import ReusePlan, Span
 
 
-@dataclasses.dataclass(frozen=True)
-class FreshPage:
+class FreshPage(NamedTuple):
     """A page to be written.
 
     Fields:
@@ -31,6 +33,9 @@ class FreshPage:
     end: int
     copied_from: int = 0
     copied_rows: int = 0
+
+
+_fresh_page = partial(tuple.__new__, FreshPage)  # of its six fields in a tuple, at a third of what FreshPage(...) costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +104,11 @@ class _Builder:
         self.end = 0
 
     def reuse(self, span: Span) -> None:
-        for piece in span.pieces:
-            base = int(self.tree.base_position[piece.page]) + piece.row_begin
-            self.entries.append(
-                (piece.page, piece.row_begin, piece.row_end, piece.position, base if self.rotate else piece.position)
-            )
+        base = self.tree.base_position.data  # whose elements are read at half the cost of an array's
+        self.entries += [
+            (page, begin, end, position, base[page] + begin if self.rotate else position)
+            for page, begin, end, position in span.pieces
+        ]
         self.left = (span.pieces[-1].page, span.pieces[-1].row_end)
         self.exact = self.exact and span.exact
         self.end = span.end
@@ -113,8 +118,8 @@ class _Builder:
         position = begin
         if self.exact and page >= 0 and row < self.page_size and not self._starts_segment(begin):
             position = self._copy_on_write(page, row, begin, end)
-        while position < end:
-            position = self._open_page(position, end)
+        if position < end:
+            self._open_pages(position, end)
         self.end = end
 
     def extend(self, count: int) -> None:
@@ -123,7 +128,7 @@ class _Builder:
         room = min(count, self.page_size - row)
         if room and name <= FRESH:
             last = self.fresh[FRESH - name]
-            self.fresh[FRESH - name] = dataclasses.replace(last, end=last.end + room)
+            self.fresh[FRESH - name] = last._replace(end=last.end + room)
             self.left = (name, row + room)
             self.end += room
             count -= room
@@ -163,14 +168,21 @@ class _Builder:
         self.left = (name, row + stop - begin)
         return stop
 
-    def _open_page(self, position: int, end: int) -> int:
-        stop = self._segment_stop(position, end)
-        name = fresh_name(len(self.fresh))
-        self.fresh.append(FreshPage(*self.left, position, stop))
-        self.entries.append((name, 0, stop - position, position, position))
-        self.computed.append((position, name, 0, stop - position))
-        self.left = (name, stop - position)
-        return stop
+    def _open_pages(self, position: int, end: int) -> None:
+        """As many as ``[position, end)`` takes: full ones, but for the last of each segment."""
+        bounds = [position]
+        first, last = (bisect.bisect_right(self.segment_starts, place) for place in (position, end - 1))
+        for stop in (*self.segment_starts[first:last], end):
+            bounds += range(bounds[-1] + self.page_size, stop, self.page_size)
+            bounds.append(stop)
+        names = [fresh_name(len(self.fresh) + index) for index in range(len(bounds) - 1)]
+        counts = [stop - begin for begin, stop in pairwise(bounds)]
+        parents, parent_ends = zip(self.left, *zip(names, counts, strict=True), strict=True)
+        none = repeat(0)
+        self.fresh += map(_fresh_page, zip(parents, parent_ends, bounds, bounds[1:], none, none, strict=False))
+        self.entries += zip(names, none, counts, bounds, bounds, strict=False)
+        self.computed += zip(bounds, names, none, counts, strict=False)
+        self.left = (names[-1], counts[-1])
 
 
 def assign(placement: Placement, pages: np.ndarray) -> Placement:
@@ -182,13 +194,8 @@ def assign(placement: Placement, pages: np.ndarray) -> Placement:
     if not len(pages):
         return placement
     given = pages.tolist()
-
-    def parent_of(page: FreshPage) -> int:
-        return given[FRESH - page.parent] if page.parent <= FRESH else page.parent
-
     fresh = tuple(
-        FreshPage(parent_of(page), page.parent_end, page.begin, page.end, page.copied_from, page.copied_rows)
-        for page in placement.fresh
+        _fresh_page((given[FRESH - parent] if parent <= FRESH else parent, *rest)) for parent, *rest in placement.fresh
     )
     entries = placement.entries.copy()
     entries[:, 0] = real(entries[:, 0])

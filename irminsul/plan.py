@@ -6,6 +6,7 @@ sides.
 """
 
 import dataclasses
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -218,15 +219,16 @@ def _shifted_spans(
         keep = (ends > begin) & (ends <= stop)
         ends, keys, lengths, passed = ends[keep], keys[keep], lengths[keep], passed[keep]
         found.append(registry.lookup(hints.content, tree, keys))
-    live, stale = (np.any([getattr(one, name) for one in found], axis=0) for name in ("live", "stale"))
+    live, stale = (reduce(np.logical_or, [getattr(one, name) for one in found]) for name in ("live", "stale"))
     for candidate in np.flatnonzero(stale & ~live):
         window = bins[max(begin, ends[candidate] - lengths[candidate]) : ends[candidate]]
         window[window == NEW] = EVICTED
     spans: list[Span] = []
     position = begin
     usable = [one.live & (tree.namespace[one.page] == owner) for one, owner in zip(found, owners, strict=True)]
-    hits = np.flatnonzero(np.any(usable, axis=0))
-    at = 0
+    hits = np.flatnonzero(reduce(np.logical_or, usable))
+    passed = passed[hits]
+    at = pages_ahead = 0
     while at < len(hits):
         candidate = hits[at]
         end, length = int(ends[candidate]), int(lengths[candidate])
@@ -235,12 +237,13 @@ def _shifted_spans(
             continue
         for hint in (hint for hint, may in zip(found, usable, strict=True) if may[candidate]):
             page, row_end = int(hint.page[candidate]), int(hint.row_end[candidate])
-            pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy, owners)
+            pieces = _grow(tree, tokens, position, end, length, stop, page, row_end, policy, owners, pages_ahead)
             if not pieces:
                 continue
             position = _accept(pieces, tree.base_position, policy, bins, spans)
+            pages_ahead = len(pieces)  # neighbours are often as long
             break
-        at = max(at + 1, int(np.searchsorted(passed[hits], position, side="right")))
+        at = max(at + 1, int(np.searchsorted(passed, position, side="right")))
     return _long_enough(spans, begin, policy, bins)
 
 
@@ -272,6 +275,7 @@ def _grow(
     row_end: int,
     policy: Policy,
     owners: tuple[int, ...],
+    pages_ahead: int,
 ) -> list[Piece]:
     """The pieces a hint leads to: the window verified, then extended. Empty when the window's tokens differ."""
     if not policy.extension:
@@ -280,8 +284,9 @@ def _grow(
     matched = end - left[0].position if left else 0
     if matched < min(length, end - floor):
         return []
-    right = walk_right(tree, tokens, end, page, row_end, stop=stop, pure=False) if policy.extension else []
-    return join(left, right)
+    if not policy.extension:
+        return left
+    return join(left, walk_right(tree, tokens, end, page, row_end, stop=stop, pure=False, pages_ahead=pages_ahead))
 
 
 def _accept(pieces: list[Piece], base_position: np.ndarray, policy: Policy, bins: np.ndarray, spans: list[Span]) -> int:

@@ -1,5 +1,7 @@
 """The page tree against brute force: links, walks, eviction order."""
 
+from unittest import mock
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,6 +112,9 @@ def test_walking_right_follows_tokens_and_links(forest, data):
     prompt = np.array(data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=12)), np.int32)
     stop, pure = data.draw(st.integers(0, len(prompt))), data.draw(st.booleans())
     pieces = page_tree.walk_right(tree, prompt, 0, page, row, stop=stop, pure=pure)
+    with mock.patch.object(page_tree, "FIRST_BLOCK", 1):  # pages compared at once change nothing
+        ahead = data.draw(st.integers(0, 3))
+        assert page_tree.walk_right(tree, prompt, 0, page, row, stop=stop, pure=pure, pages_ahead=ahead) == pieces
     position, at = 0, (page, row)
     for piece in pieces:
         if piece.page != at[0]:
