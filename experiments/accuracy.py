@@ -25,7 +25,15 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from experiments import accuracy_report, passage_questions, question_items, reference_eval, report
-from experiments.batch_serving import Served, few_sizes, remember, remember_isolated, serve
+from experiments.batch_serving import (
+    Served,
+    admitted,
+    few_sizes,
+    remember,
+    remember_isolated,
+    serve_admitted,
+    with_repaired,
+)
 from experiments.divergence import divergence
 from experiments.errors import InputError
 from experiments.names import listed
@@ -37,7 +45,7 @@ from experiments.rows import RowLog
 from experiments.subjects import Subject, names, subject
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.plan import BINS
-from irminsul.prefill import prefill
+from irminsul.prefill import Admission, prefill
 
 PAGE = 64
 POOL = {True: 5, False: 3.5}  # how many prompts a cache holds: all earlier ones; by whether the task is planted
@@ -171,7 +179,9 @@ class Server:
 
     def __init__(self, chosen: Subject, config: ConfigDict, items: Sequence[Item]):
         self.chosen, self.model, self.config, self.items = chosen, chosen.model, config, items
-        longest = min(self.model.max_position, config.length + LAST_CONTEXT)
+        # Few sizes, few programs; what was served before a prompt is shorter than that and another context.
+        longest = few_sizes(max(len(item.prompt) for item in items) + LAST_CONTEXT, 512)
+        longest = min(self.model.max_position, config.length + LAST_CONTEXT, longest)
         forced = max(config.new_tokens, *(len(item.asked.forced) for item in items))
         self.cache_config = CacheConfig(
             num_pages=int(POOL[items[0].task in TASKS] * longest) // PAGE,
@@ -186,16 +196,15 @@ class Server:
 
     def rows(self, lanes: Sequence[Lane], count: int) -> list[dict[str, Any]]:
         """A row a policy for each of the first ``count`` items. The first lane is the reference."""
-        outcomes = [(each, self.serve(each)) for each in lanes]
-        reference = outcomes[0][1]
+        outcomes = self.serve(lanes)
         rows = []
-        for each, served in outcomes:
-            compared = _compare(reference.logits, served.logits)
+        for each, served in zip(lanes, outcomes, strict=True):
             timed = [self.first_token_ms(each, index) for index in range(min(self.config.timed, count))]
             for index, item in enumerate(self.items[:count]):
-                figures = compare(item, *(np.asarray(part[index]) for part in compared))
+                compared = _compare(outcomes[0].logits[index], served.logits[index])
+                figures = compare(item, *map(np.asarray, compared))
                 if item.wanted:
-                    figures |= self.generated(item, np.asarray(served.generated[index]))
+                    figures |= self.generated(item, served.generated[index])
                 rows.append(
                     {
                         "task": item.task,
@@ -210,16 +219,23 @@ class Server:
                 )
         return rows
 
-    def serve(self, each: Lane) -> Served:
-        """Every item under one policy."""
-        caches, repairs = self.cached(each), None
-        if each.oracle:
-            if self.deviations is None:
-                self.deviations = true_deviations(self.model, caches, self.asked, mode=self.config.mode)
-            repairs = [worst_tokens(deviation, each.oracle) for deviation in self.deviations]
-        return serve(
-            self.model, caches, self.asked, each.policy, mode=self.config.mode, steps=self.steps, repairs=repairs
-        )
+    def serve(self, lanes: Sequence[Lane]) -> list[Served]:
+        """Every item under every policy; all are planned first, then computed together."""
+        admissions = [admission for each in lanes for admission in self.admitted(each)]
+        served = serve_admitted(self.model, admissions, self.asked * len(lanes), steps=self.steps)
+        count = len(self.asked)
+        return [served.part(begin, begin + count) for begin in range(0, len(admissions), count)]
+
+    def admitted(self, each: Lane) -> list[Admission]:
+        """Every item planned under a policy."""
+        caches, mode = self.cached(each), self.config.mode
+        admissions = admitted(self.model, caches, self.asked, each.policy, mode=mode, steps=self.steps)
+        if not each.oracle:
+            return admissions
+        if self.deviations is None:
+            self.deviations = true_deviations(self.model, caches, self.asked, mode=mode)
+        chosen = [worst_tokens(deviation, each.oracle) for deviation in self.deviations]
+        return [with_repaired(*pair) for pair in zip(admissions, chosen, strict=True)]
 
     def cached(self, each: Lane) -> list[ContentCache]:
         """The caches a policy reads, made when they are first asked for."""
@@ -260,8 +276,8 @@ class Server:
 
 @jax.jit
 def _compare(
-    reference: Float[Array, "B n V"], other: Float[Array, "B n V"]
-) -> tuple[Float[Array, "B n"], Int[Array, "B n"], Int[Array, "B n"]]:
+    reference: Float[Array, "n V"], other: Float[Array, "n V"]
+) -> tuple[Float[Array, " n"], Int[Array, " n"], Int[Array, " n"]]:
     """KL by token, and the most likely tokens of both."""
     return divergence(reference, other), jnp.argmax(reference, axis=-1), jnp.argmax(other, axis=-1)
 

@@ -1,24 +1,23 @@
-"""Many prompts served under one policy at once, each from a cache of its own.
+"""Many prompts served at once, each from a cache of its own, under whatever policy.
 
 Planning is the cache's own, prompt by prompt on the host (``irminsul.prefill.admit``). What it leaves to compute is
-computed for all prompts in one program: every computed token of a prompt in one block, through the same paged view as
-in serving, then the tokens of a forced continuation in the rows that decoding would write. A greedy continuation, if it
-is asked for, is a program of its own. Programs are compiled for few block sizes, since compiling them takes longer than
-running them: a study of thousands of prompts compiles half a dozen.
+computed for many prompts in one program (``batch_programs``): every computed token of a prompt in one block, through
+the same paged view as in serving, then the tokens of a forced continuation in the rows that decoding would write. A
+greedy continuation, if it is asked for, is a program of its own. Prompts that leave about as much to compute go
+together. Programs are compiled for few sizes, since compiling them takes longer than running them: a study of thousands
+of prompts compiles a dozen.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Bool, Float, Int, Int32
 
+from experiments.batch_programs import Block, compute, continue_greedily, pages_of, put_back
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.cache_key import Context
@@ -32,11 +31,14 @@ from irminsul.prefill import Admission, Request, admit, complete
 from irminsul.publish import ALONE, isolated_sequences
 from irminsul.repair import privatise
 from irminsul.sources import canonical_sink, isolated_key, isolated_path
-from irminsul.view import PagedView
-from pallas_kernels.page_table import PageTable
+from pallas_kernels.page_table import Storage
 
 SMALLEST_BLOCK, BLOCK_STEP = 128, 4  # blocks have 128, 512, 2,048 ... tokens
-EXPANDED_FROM = 256  # tokens of a block from which MLA attends in the expanded form
+SMALLEST_TABLE = 64  # pages, and entries of a page table: 64, 128 ...
+# Of the prompts that one program computes side by side, padding included. Cores are busy with few tokens.
+MOST_TOGETHER, PAGES_TOGETHER = 32, 1024
+TOKENS_TOGETHER = {"cpu": 512}
+TOKENS_TOGETHER_ELSEWHERE = 16_384
 FRESH = get_policy("irminsul", shifted="refuse")
 
 
@@ -52,33 +54,18 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """Of ``B`` prompts: ``logits [B, n, V]`` at the kept tokens (on the device; of fewer, the last is repeated), greedy
-    ``generated [B, steps]`` behind the prompts, tokens by bin, and how many entries each page table has."""
+    """Of each prompt: ``logits[i] [n, V]`` at the kept tokens (on the device; of fewer, the last is repeated), greedy
+    ``generated[i] [steps]`` behind it, tokens by bin, and how many entries its page table has."""
 
-    logits: Float[Array, "B n V"]
-    generated: Int[Array, "B steps"]
+    logits: list[Float[Array, "n V"]]
+    generated: Int32[np.ndarray, "B steps"]
     bins: list[dict[str, int]]
     entries: list[int]
 
-
-@struct.dataclass
-class Block:
-    """What the program computes for each of ``B`` prompts, or for one: tokens padded to one size, pages to copy first,
-    entries of the page table, rows of the block whose logits are kept, the row that predicts the continuation, and the
-    slots decoding writes."""
-
-    tokens: Int[Array, "*B M"]
-    positions: Int[Array, "*B M"]
-    write_page: Int[Array, "*B M"]
-    write_row: Int[Array, "*B M"]
-    write_position: Int[Array, "*B M"]
-    copy_source: Int[Array, "*B K"]
-    copy_target: Int[Array, "*B K"]
-    table: Int[Array, "*B S 5"]
-    kept: Int[Array, "*B n"]
-    last: Int[Array, "*B"]
-    length: Int[Array, "*B"]
-    slots: Int[Array, "*B steps 2"]
+    def part(self, begin: int, end: int) -> "Served":
+        """Prompts ``begin`` to ``end`` of it."""
+        here = slice(begin, end)
+        return Served(self.logits[here], self.generated[here], self.bins[here], self.entries[here])
 
 
 def host_copy(cache: ContentCache) -> ContentCache:
@@ -100,36 +87,99 @@ def serve(
     *,
     mode: Mode = "fast",
     steps: int = 0,
-    repairs: Sequence[Bool[np.ndarray, " T"]] | None = None,
 ) -> Served:
     """Serves ``asked[i]`` from ``caches[i]``; the caches stay as they are.
 
     Args:
       steps: tokens of the greedy continuation; forced tokens or reserved rows must be as many.
-      repairs: tokens served shifted that are recomputed, where ``policy`` itself recomputes none.
 
     Raises:
       As ``prefill.admit``.
     """
-    admissions = admitted(model, caches, asked, policy, mode=mode, steps=steps)
-    if repairs is not None:
-        admissions = [with_repaired(*pair) for pair in zip(admissions, repairs, strict=True)]
-    block = pack(admissions, asked, steps)
-    # Nobody reads the rows of this request again: how far its attention went need not be measured.
-    pools = tuple(without_dependence(admission.cache.pool) for admission in admissions)
-    storage = caches[0].config.storage
-    alone = dataclasses.replace(block, slots=block.slots[:, :0])  # whatever the continuation, one program
-    logits, first, after = compute(model, pools, alone, storage=storage)
-    generated = jnp.zeros((len(asked), 0), jnp.int32)
-    if steps:
-        small = dataclasses.replace(block, **{name: getattr(block, name)[:, :1] for name in _OF_TOKENS})
-        generated = continue_greedily(model, after, small, first, storage=storage)
+    return serve_admitted(model, admitted(model, caches, asked, policy, mode=mode, steps=steps), asked, steps=steps)
+
+
+def serve_admitted(model: Any, admissions: Sequence[Admission], asked: Sequence[Asked], *, steps: int = 0) -> Served:
+    """Serves prompts that are planned, of one policy or of several."""
+    logits: list[Any] = [None] * len(asked)
+    generated = np.zeros((len(asked), steps), np.int32)
+    # Nobody reads the rows of these requests again: how far their attention went need not be measured.
+    for group in computed(model, admissions, asked, steps=steps, dependence=False):
+        said = None
+        if steps:
+            small = dataclasses.replace(group.block, **{name: getattr(group.block, name)[:, :1] for name in _OF_TOKENS})
+            said = continue_greedily(model, group.pages, small, group.first, storage=group.storage)
+        for place, index in enumerate(group.indexes):
+            logits[index] = group.logits[place]
+        if said is not None:
+            generated[group.indexes] = np.asarray(said)[: len(group.indexes)]
     bins = [admission.request.plan.bins for admission in admissions]
     return Served(logits, generated, bins, [len(admission.request.entries) for admission in admissions])
 
 
 # Fields of a block that are of its tokens; one of each stands for them where decoding reads none.
-_OF_TOKENS = ("tokens", "positions", "write_page", "write_row", "write_position", "copy_source", "copy_target", "kept")
+_OF_TOKENS = ("tokens", "positions", "write_page", "write_row", "write_position", "kept")
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """Prompts ``indexes`` after their program, which may hold copies behind them to fill it: logits at the kept tokens,
+    the most likely token behind each, what was computed, and all their pages, ``own[i]`` saying which ones of the cache
+    they are."""
+
+    indexes: list[int]
+    logits: Float[Array, "B n V"]
+    first: Int[Array, " B"]
+    block: Block
+    pages: LatentPool
+    own: list[Int32[np.ndarray, " U"]]
+    storage: Storage
+
+
+def computed(
+    model: Any, admissions: Sequence[Admission], asked: Sequence[Asked], *, steps: int = 0, dependence: bool = True
+) -> Iterator[Computed]:
+    """Computes what each prompt left to compute, those of about one size together.
+
+    Args:
+      steps: rows behind the prompt whose slots a block names.
+      dependence: measure how far attention goes, where the cache keeps it.
+    """
+    storage = admissions[0].cache.config.storage
+    requests = [gathered(*pair, steps) for pair in zip(admissions, asked, strict=True)]
+    kept = max(len(each.kept) for each in asked)
+    kept = few_sizes(kept, 16) if kept else 0
+    at_once = TOKENS_TOGETHER.get(jax.default_backend(), TOKENS_TOGETHER_ELSEWHERE)
+    table = few_sizes(max(max(len(one.pages), len(one.table)) for one in requests), SMALLEST_TABLE)
+    by_size: dict[int, list[int]] = {}
+    for index, request in enumerate(requests):
+        by_size.setdefault(request.block_size, []).append(index)
+    for tokens, indexes in sorted(by_size.items()):
+        together = min(MOST_TOGETHER, at_once // tokens, PAGES_TOGETHER // table, few_sizes(len(asked), 1))
+        together = max(1, together)
+        for begin in range(0, len(indexes), together):
+            group = indexes[begin : begin + together]
+            filled = [*group, *group[:1] * (together - len(group))]  # as many as ever, so that no program is compiled
+            block = packed([requests[index] for index in filled], tokens, table, kept)
+            pools = []
+            for index in filled:
+                pool = admissions[index].cache.pool if dependence else without_dependence(admissions[index].cache.pool)
+                source = np.zeros(table, np.int32)
+                source[: len(requests[index].source)] = requests[index].source
+                pools.append(pages_of(pool, source))
+            alone = dataclasses.replace(block, slots=block.slots[:, :0])  # whatever the continuation, one program
+            logits, first, pages = compute(model, tuple(pools), alone, storage=storage)
+            yield Computed(group, logits, first, block, pages, [requests[index].pages for index in group], storage)
+
+
+def with_pages(group: Computed, pools: Sequence[LatentPool]) -> list[LatentPool]:
+    """The pools that the prompts of a group read, with the rows that were computed for each."""
+    after = []
+    for index, (pool, own) in enumerate(zip(pools, group.own, strict=True)):
+        place = np.full(pool.num_pages, -1, np.int32)
+        place[own] = np.arange(len(own))
+        after.append(put_back(pool, group.pages, np.int32(index), place))
+    return after
 
 
 def without_dependence(pool: LatentPool | None) -> LatentPool:
@@ -200,14 +250,21 @@ def remember(
         ]
         # As many prompts as there are caches, so that no other program is compiled.
         padded = [*admissions, *[admissions[0]] * (len(caches) - len(here))]
-        block = pack(padded, [_only(admission) for admission in padded], 0)
-        pools = tuple(admission.cache.pool for admission in padded)
-        _, _, pools = compute(model, pools, block, storage=caches[0].config.storage)
-        for index, admission, pool in zip(here, admissions, pools[: len(here)], strict=True):
-            cache = dataclasses.replace(admission.cache, pool=pool)
+        after = keep_rows(model, padded, [_only(admission) for admission in padded])
+        for index, admission, cache in zip(here, admissions, after, strict=False):
             caches[index] = complete(cache, admission.request)
             if sink:
                 caches[index].provenance.mark_fragment(admission.request.clock, sink)
+    return caches
+
+
+def keep_rows(model: Any, admissions: Sequence[Admission], asked: Sequence[Asked]) -> list[ContentCache]:
+    """Computes what each prompt left to compute: their caches with the rows, requests not completed."""
+    caches = [admission.cache for admission in admissions]
+    for group in computed(model, admissions, asked):
+        pools = with_pages(group, [caches[index].pool for index in group.indexes])
+        for index, pool in zip(group.indexes, pools, strict=True):
+            caches[index] = dataclasses.replace(caches[index], pool=pool)
     return caches
 
 
@@ -249,148 +306,90 @@ def few_sizes(count: int, smallest: int, step: int = 2) -> int:
     return size
 
 
-def pack(admissions: Sequence[Admission], asked: Sequence[Asked], steps: int) -> Block:
-    """The computed tokens of each admitted prompt and those forced behind it, padded to one size."""
-    config = admissions[0].cache.config
-    most = max(len(a.placement.positions) + len(each.forced) for a, each in zip(admissions, asked, strict=True))
-    capacity = -(-(config.max_prompt_tokens + config.max_new_tokens) // 64) * 64
-    size = min(few_sizes(most, SMALLEST_BLOCK, BLOCK_STEP), capacity)
-    most_kept = max(len(each.kept) for each in asked)
-    kept = few_sizes(most_kept, 64) if most_kept else 0
-    packed = [_packed(admission, each, size, kept, steps) for admission, each in zip(admissions, asked, strict=True)]
-    fields = {name: np.stack([one[name] for one in packed]) for name in packed[0]}
-    return Block(**jax.device_put(fields))
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """One prompt's part of a block, before padding. ``pages`` are those of the cache that it reads or writes, by which
+    its own pages are named here; ``source`` is what each of them holds at first. ``capacity``: tokens of the largest
+    block."""
+
+    pages: Int32[np.ndarray, " U"]
+    source: Int32[np.ndarray, " U"]
+    by_token: dict[str, Int32[np.ndarray, " M"]]
+    table: Int32[np.ndarray, "S 5"]
+    kept: Int32[np.ndarray, " n"]
+    last: int
+    length: int
+    slots: Int32[np.ndarray, "steps 2"]
+    capacity: int
+
+    @property
+    def block_size(self) -> int:
+        """Tokens it is padded to."""
+        return min(few_sizes(len(self.by_token["tokens"]), SMALLEST_BLOCK, BLOCK_STEP), self.capacity)
 
 
-def _packed(admission: Admission, asked: Asked, size: int, kept: int, steps: int) -> dict[str, np.ndarray]:
-    placement, request, cache = admission.placement, admission.request, admission.cache
-    length, forced = request.plan.length, len(asked.forced)
-    slots = request.slots
+def gathered(admission: Admission, asked: Asked, steps: int) -> Gathered:
+    """The computed tokens of an admitted prompt and those forced behind it.
+
+    Raises:
+      ValueError: if ``asked.kept`` names a token that is served from the cache.
+    """
+    placement, request, config = admission.placement, admission.request, admission.cache.config
+    length, forced, slots = request.plan.length, len(asked.forced), request.slots
     behind = np.arange(length, length + forced, dtype=np.int32)
     positions = np.concatenate([placement.positions, behind])
-    order = np.searchsorted(positions, asked.kept)
-    if len(asked.kept) and not np.array_equal(positions[order], asked.kept):
+    kept = np.searchsorted(positions, asked.kept)
+    if len(asked.kept) and not np.array_equal(positions[kept], asked.kept):
         raise ValueError("kept names a token of the prompt that is served from the cache; keep computed ones")
-    padded = np.full(kept, order[-1] if len(order) else 0, np.int32)
-    padded[: len(order)] = order
-
-    def pad(values: np.ndarray, fill: int) -> np.ndarray:
-        return np.concatenate([values, np.full(size - len(values), fill)]).astype(np.int32)
-
-    writer = PageTableWriter.of(request, cache.config.table_entries)
+    writer = PageTableWriter.of(request, config.table_entries)
     for index, (page, row) in enumerate(slots.tolist()):
         writer.append(page, row, length + index)
-    copies = _copies(placement, request)
-    entries = cache.config.table_entries
-    copied = np.full((2, entries), cache.tree.num_pages, np.int32)  # pages that are not there: nothing is copied
-    copied[0] = 0
-    copied[:, : len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2).T
-    return {
-        "tokens": pad(np.concatenate([request.plan.content.tokens[placement.positions], asked.forced]), 0),
-        "positions": pad(positions, -1),
-        "write_page": pad(np.concatenate([placement.write_page, slots[:forced, 0]]), cache.tree.num_pages),
-        "write_row": pad(np.concatenate([placement.write_row, slots[:forced, 1]]), 0),
-        "write_position": pad(np.concatenate([placement.write_position, behind]), 0),
-        "copy_source": copied[0],
-        "copy_target": copied[1],
-        "table": writer.entries,
-        "kept": padded,
-        "last": np.int32(len(placement.positions) - 1),
-        "length": np.int32(length),
-        "slots": slots[:steps].astype(np.int32),
+    table = writer.entries[: writer.used].copy()
+    pages, named = np.unique(np.concatenate([table[:, 0], placement.write_page, slots[:, 0]]), return_inverse=True)
+    source = pages.copy()
+    for origin, page in _copies(placement, request):
+        source[np.searchsorted(pages, page)] = origin
+    table[:, 0], write_page, slot_page = np.split(named, [len(table), len(table) + len(placement.write_page)])
+    by_token = {
+        "tokens": np.concatenate([request.plan.content.tokens[placement.positions], asked.forced]),
+        "positions": positions,
+        "write_page": np.concatenate([write_page, slot_page[:forced]]),
+        "write_row": np.concatenate([placement.write_row, slots[:forced, 1]]),
+        "write_position": np.concatenate([placement.write_position, behind]),
     }
+    return Gathered(
+        pages=pages,
+        source=source,
+        by_token=by_token,
+        table=table,
+        kept=kept,
+        last=len(placement.positions) - 1,
+        length=length,
+        slots=np.stack([slot_page[:steps], slots[:steps, 1]], axis=1),
+        capacity=-(-(config.max_prompt_tokens + config.max_new_tokens) // 64) * 64,
+    )
 
 
 def _copies(placement: Any, request: Request) -> list[tuple[int, int]]:
-    """Pages to copy before anything is computed: those left inside a page, and those with repaired rows."""
+    """Pages that begin as a copy of another: those left inside a page, and those with repaired rows."""
     pages = zip(request.fresh, request.pages.tolist(), strict=True)
     copies = [(record.copied_from, page) for record, page in pages if record.copied_rows]
     return [*copies, *zip(placement.private.tolist(), request.private.tolist(), strict=True)]
 
 
-@partial(jax.jit, static_argnames="storage")
-def compute(
-    model: Any, pools: tuple[LatentPool, ...], block: Block, *, storage: Any
-) -> tuple[Float[Array, "B n V"], Int[Array, " B"], tuple[LatentPool, ...]]:
-    """Computes the block of every prompt: logits at the kept tokens, the most likely token behind each prompt, and the
-    pools. Pools go in and come out one by one, since each belongs to a cache."""
-    stacked = _stacked(pools)
-    copies = jnp.max(jnp.sum(block.copy_target < stacked.latent_pages.shape[2], axis=1))
-    logits, first, after = jax.vmap(partial(_compute_one, model, copies=copies, storage=storage))(stacked, block)
-    return logits, first, tuple(jax.tree.map(partial(_item, index), after) for index in range(len(pools)))
-
-
-@partial(jax.jit, static_argnames="storage")
-def continue_greedily(
-    model: Any, pools: tuple[LatentPool, ...], block: Block, first: Int[Array, " B"], *, storage: Any
-) -> Int[Array, "B steps"]:
-    """The tokens greedy decoding gives behind every prompt, from the first on; one for each of ``block.slots``."""
-    return jax.vmap(partial(_continue_one, model, storage=storage))(_stacked(pools), block, first)
-
-
-def _stacked(pools: tuple[LatentPool, ...]) -> LatentPool:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *pools)
-
-
-def _item(index: int, leaf: Array) -> Array:
-    return leaf[index]
-
-
-def _compute_one(model: Any, pool: LatentPool, block: Block, *, copies: Int[Array, ""], storage: Any):
-    def copy_one(index, pool):
-        target, source = block.copy_target[index], block.copy_source[index]
-        return jax.tree.map(lambda leaf: leaf.at[:, target].set(leaf[:, source], mode="drop"), pool)
-
-    pool = lax.fori_loop(0, copies, copy_one, pool)
-    where = block.write_page, block.write_row, block.write_position
-    hidden, pool = _run(model, pool, block, block.tokens, block.positions, *where, storage=storage)
-    last = hidden[jnp.minimum(block.last, len(hidden) - 1)]
-    return model.unembed(hidden[block.kept]), _likeliest(model, last), pool
-
-
-def _continue_one(model: Any, pool: LatentPool, block: Block, first: Int[Array, ""], *, storage: Any):
-    def step(carry, index):
-        pool, token = carry
-        position = (block.length + index)[None]
-        page, row = block.slots[index]
-        where = position, page[None], row[None], position
-        hidden, pool = _run(model, pool, block, token[None], *where, storage=storage)
-        return (pool, _likeliest(model, hidden[0])), token
-
-    steps = jnp.arange(len(block.slots), dtype=jnp.int32)
-    return lax.scan(step, (pool, first), steps)[1]
-
-
-def _likeliest(model: Any, hidden: Float[Array, " D"]) -> Int[Array, ""]:
-    return jnp.argmax(model.unembed(hidden)).astype(jnp.int32)
-
-
-def _run(
-    model: Any,
-    pool: LatentPool,
-    block: Block,
-    tokens: Int[Array, " M"],
-    positions: Int[Array, " M"],
-    write_page: Int[Array, " M"],
-    write_row: Int[Array, " M"],
-    write_position: Int[Array, " M"],
-    *,
-    storage: Any,
-) -> tuple[Float[Array, "M D"], LatentPool]:
-    """Final hidden states of some tokens of a request, and the pool with their rows."""
-    count = tokens.shape[0]
-    expanded = model.row_format.kind == "latent" and count >= EXPANDED_FROM
-    view = PagedView(
-        pool=pool,
-        page_table=PageTable(*block.table.T[:, None]),
-        query_position=positions,
-        query_offsets=jnp.array([0, count], jnp.int32),
-        write_page=write_page,
-        write_row=write_row,
-        write_position=write_position,
-        dependence=pool.empty_profiles(count),
-        form="expanded" if expanded else "absorbed",
-        storage=storage,
-    )
-    hidden, view = model.forward(tokens, positions, view)
-    return hidden, view.finished_pool()
+def packed(requests: Sequence[Gathered], tokens: int, table: int, kept: int) -> Block:
+    """A block of ``tokens``, a page table of ``table`` entries and ``kept`` predictions for each request."""
+    count = len(requests)
+    fields = {name: np.zeros((count, tokens), np.int32) for name in requests[0].by_token}
+    fields["positions"][:], fields["write_page"][:] = -1, table  # nowhere, and a page that is not there
+    fields["table"], fields["kept"] = np.zeros((count, table, 5), np.int32), np.zeros((count, kept), np.int32)
+    for index, one in enumerate(requests):
+        for name, values in one.by_token.items():
+            fields[name][index, : len(values)] = values
+        fields["table"][index, : len(one.table)] = one.table
+        if len(one.kept):
+            fields["kept"][index] = one.kept[-1]
+            fields["kept"][index, : len(one.kept)] = one.kept
+    last, length = (np.array([getattr(one, name) for one in requests], np.int32) for name in ("last", "length"))
+    slots = np.stack([one.slots for one in requests]).astype(np.int32)
+    return Block(**jax.device_put({**fields, "last": last, "length": length, "slots": slots}))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import matplotlib
 
 matplotlib.use("Agg")
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from experiments import report
 from experiments.accuracy_report import KINDS, word
-from experiments.batch_serving import Asked, admitted, compute, few_sizes, pack, serve
+from experiments.batch_serving import Asked, admitted, computed, few_sizes, serve, with_pages
 from experiments.divergence import divergence
 from experiments.names import listed
 from experiments.passage_questions import mean_interval
@@ -75,15 +76,16 @@ def asked_of(sessions: Sequence[Session], turn: int) -> list[Asked]:
 
 def serve_and_keep(
     model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], policy: Policy
-) -> tuple[Float[Array, "B n V"], list[ContentCache], list[dict[str, int]]]:
+) -> tuple[list[Float[Array, "n V"]], list[ContentCache], list[dict[str, int]]]:
     """Logits at the kept tokens, the caches with what was computed for the prompts, and tokens by bin."""
     admissions = admitted(model, caches, asked, policy)
-    pools = tuple(admission.cache.pool for admission in admissions)
-    block = pack(admissions, asked, 0)
-    logits, _, after = compute(model, pools, block, storage=caches[0].config.storage)
-    kept = []
-    for admission, pool in zip(admissions, after, strict=True):
-        kept.append(complete(dataclasses.replace(admission.cache, pool=pool), admission.request))
+    kept = list(caches)
+    logits: list[Any] = [None] * len(asked)
+    for group in computed(model, admissions, asked):
+        pools = with_pages(group, [admissions[index].cache.pool for index in group.indexes])
+        for place, (index, pool) in enumerate(zip(group.indexes, pools, strict=True)):
+            logits[index] = group.logits[place]
+            kept[index] = complete(dataclasses.replace(admissions[index].cache, pool=pool), admissions[index].request)
     return logits, kept, [admission.request.plan.bins for admission in admissions]
 
 
@@ -116,7 +118,7 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
             reference = serve(chosen.model, empty, asked, lane("full").policy).logits
             for each in policies:
                 logits, caches[each.name], bins = serve_and_keep(chosen.model, caches[each.name], asked, each.policy)
-                found = np.asarray(divergence(reference, logits))[:, : config.scored].mean(axis=1)
+                found = np.asarray(divergence(jnp.stack(reference), jnp.stack(logits)))[:, : config.scored].mean(axis=1)
                 rows += [
                     {"policy": each.name, "turn": turn, "session": index, "kl": float(kl), "bins": bins[index]}
                     for index, kl in enumerate(found)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from experiments.batch_serving import Asked, admitted, compute, pack, without_dependence
+from experiments.batch_serving import Asked, admitted, computed
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.policies import get_policy
@@ -32,25 +32,21 @@ def true_deviations(
     tokens that are not served shifted.
     """
     full = admitted(model, caches, asked, get_policy("full"), mode=mode)
-    pools = tuple(without_dependence(admission.cache.pool) for admission in full)
-    block = pack(full, asked, 0)
-    storage = caches[0].config.storage
-    _, _, after = compute(model, pools, block, storage=storage)
-    found = []
-    for cache, admission, reused, pool in zip(
-        caches, full, admitted(model, caches, asked, get_policy("irminsul"), mode=mode), after, strict=True
-    ):
-        rows = shifted_rows(reused.cache.tree, reused.request.plan)
-        deviation = np.zeros(reused.request.plan.length, np.float32)
-        if len(rows):
-            slots = admission.placement.write_page, admission.placement.write_row  # of every token, in order
-            places = [rows.position, rows.page, rows.row, rows.place, *(slot[rows.position] for slot in slots)]
-            padded = np.zeros((len(places), cache.config.max_prompt_tokens), np.int32)
-            padded[:, : len(rows)] = places
-            arguments = jax.device_put((padded, np.int32(len(rows))))
-            found_here = _true_deviation(model, cache.pool, pool, *arguments, storage=storage)
-            deviation[rows.position] = np.asarray(found_here)[: len(rows)]
-        found.append(deviation)
+    plans = [each.request.plan for each in admitted(model, caches, asked, get_policy("irminsul"), mode=mode)]
+    found = [np.zeros(plan.length, np.float32) for plan in plans]
+    for group in computed(model, full, asked, dependence=False):
+        for place, index in enumerate(group.indexes):
+            cache, placement = caches[index], full[index].placement
+            rows = shifted_rows(cache.tree, plans[index])
+            if not len(rows):
+                continue
+            now_page = np.searchsorted(group.own[place], placement.write_page)  # of every token, in order
+            slots = now_page[rows.position], placement.write_row[rows.position]
+            places = np.zeros((6, cache.config.max_prompt_tokens), np.int32)
+            places[:, : len(rows)] = [rows.position, rows.page, rows.row, rows.place, *slots]
+            arguments = jax.device_put((places, np.int32(len(rows)), np.int32(place)))
+            deviation = _true_deviation(model, cache.pool, group.pages, *arguments, storage=group.storage)
+            found[index][rows.position] = np.asarray(deviation)[: len(rows)]
     return found
 
 
@@ -69,6 +65,7 @@ def _true_deviation(
     full: LatentPool,
     places: Int[Array, "6 P"],
     count: Int[Array, ""],
+    prompt: Int[Array, ""],
     *,
     storage: Storage,
 ) -> Float[Array, " P"]:
@@ -83,7 +80,9 @@ def _true_deviation(
 
     def add(total: Float[Array, " P"], layer: Int[Array, ""]) -> tuple[Float[Array, " P"], None]:
         latent, key = stored.latent_pages[layer, page, row], stored.rope_pages[layer, page, row]
-        now_latent, now_key = full.latent_pages[layer, now_page, now_row], full.rope_pages[layer, now_page, now_row]
+        now_latent, now_key = (
+            pages[prompt, layer, now_page, now_row] for pages in (full.latent_pages, full.rope_pages)
+        )
         if storage == "base":
             rotary = jax.tree.map(lambda table: table[layer], model.rotary) if own else model.rotary
             heads = key[:, : rows.rope_width].reshape(len(key), rows.rope_heads, -1)
