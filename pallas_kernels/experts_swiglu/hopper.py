@@ -132,8 +132,8 @@ def fills_gpu(tokens: int, width: int) -> bool:
 class Tiles(NamedTuple):
     """Tokens laid out by expert: the token of each row (0 where a tile is filled up), the row of each token's choices,
     the expert of each tile, how many tiles there are, and how many rows each has up to its last token's (more than
-    ``rows`` of a tile where others of its expert follow). The first ``common`` tiles belong to parts of the expert that
-    all tokens pass, and ``expert`` is the part."""
+    ``rows`` of a tile where others of its expert follow; ``rows`` in tiles of ``SUBTILE_ROWS``). The first ``common``
+    tiles belong to parts of the expert that all tokens pass, and ``expert`` is the part."""
 
     token: Int[Array, " P"]
     place: Int[Array, "M K"]
@@ -170,7 +170,8 @@ def lay_out(experts: Int[Array, "M K"], count: int) -> Tiles:
         token = jnp.zeros(capacity * rows, jnp.int32).at[place].set(owner, mode="drop")
     tile = jnp.arange(capacity, dtype=jnp.int32)
     expert = jnp.minimum(jnp.searchsorted(last_tile, tile, side="right", method="compare_all"), count - 1)
-    filled = (first_row + sizes)[expert] - rows * tile
+    # Low tiles are shared by columns: nobody asks, and working it out would be one more kernel.
+    filled = jnp.full(capacity, rows, jnp.int32) if rows == SUBTILE_ROWS else (first_row + sizes)[expert] - rows * tile
     return Tiles(token, place, expert, last_tile[-1], filled, rows)
 
 

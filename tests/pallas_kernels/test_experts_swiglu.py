@@ -79,13 +79,14 @@ def test_every_choice_has_a_row_in_a_tile_of_its_expert(few, monkeypatch):
     """Choices beyond the experts there are take no room; one expert may be chosen twice."""
     monkeypatch.setattr(hopper, "FEW_CHOICES", few)
     experts = np.random.default_rng(0).integers(0, 6, (197, 3)).astype(np.int32)
-    tiles = jax.jit(lambda experts: hopper.lay_out(experts, 5))(jnp.asarray(experts))
+    tiles = jax.jit(lambda experts: hopper.lay_out(experts, 4))(jnp.asarray(experts))
+    assert tiles.rows == 128
     place, token, of_tile = (np.asarray(x) for x in (tiles.place, tiles.token, tiles.expert))
-    mine = experts < 5
+    mine = experts < 4
     assert np.array_equal(of_tile[place[mine] // tiles.rows], experts[mine])
     assert np.array_equal(token[place[mine]], np.nonzero(mine)[0])
     assert len(set(place[mine])) == mine.sum()
-    assert tiles.used == sum(-(-np.sum(experts == expert) // tiles.rows) for expert in range(5))
+    assert tiles.used == sum(-(-np.sum(experts == expert) // tiles.rows) for expert in range(4))
     last = [max((place[mine] % tiles.rows)[place[mine] // tiles.rows == tile]) + 1 for tile in range(int(tiles.used))]
     assert np.array_equal(np.minimum(tiles.filled, tiles.rows)[: len(last)], last)
 
