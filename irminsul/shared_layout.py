@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from irminsul.blocks import on_hopper
 from irminsul.view import PagedView
 from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, axis_size, split_axes
-from pallas_kernels.packed_rows import rows_of_table
+from pallas_kernels.packed_rows import PackedRows, rows_of_table
 
 
 def with_shared_layout(view: PagedView, model: Any, most_rows: int | None = None) -> PagedView:
@@ -27,11 +27,10 @@ def with_shared_layout(view: PagedView, model: Any, most_rows: int | None = None
             return view
         pack = partial(rows_of_table, page_size=pool.latent_pages.shape[2], storage=view.storage, most=most_rows)
         if view.segments == 1:
-            packed = pack(view.page_table, view.query_position)
-        else:
-            by_segment = jax.tree.map(lambda field: field[:, None], view.page_table)
-            packed = jax.lax.map(lambda one: pack(*one), (by_segment, view.query_position.reshape(view.segments, -1)))
-        return dataclasses.replace(view, packed=packed)
+            return dataclasses.replace(view, packed=pack(view.page_table, view.query_position))
+        by_segment = jax.tree.map(lambda field: field[:, None], view.page_table)
+        packed = jax.lax.map(lambda one: pack(*one), (by_segment, view.query_position.reshape(view.segments, -1)))
+        return dataclasses.replace(view, packed=packed) if _takes_segments(view, model, packed) else view
     from pallas_kernels.rotated_latent_attention import hopper
 
     heads = model.config.num_attention_heads // (axis_size(TENSOR) if split_axes(TENSOR) else 1)
@@ -41,3 +40,23 @@ def with_shared_layout(view: PagedView, model: Any, most_rows: int | None = None
         return view
     planned = hopper.plan(view.query_position, view.query_offsets, view.page_table, model.rotary, heads=heads)
     return dataclasses.replace(view, planned=planned)
+
+
+def _takes_segments(view: PagedView, model: Any, packed: PackedRows) -> bool:
+    """Whether a kernel attends for all segments of a block in one call."""
+    tokens, config, pool = view.query_position.shape[0], model.config, view.pool
+
+    def operand(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, model.dtype)
+
+    if model.row_format.kind == "grouped":
+        from pallas_kernels.rotated_grouped_attention import hopper
+
+        query = operand(tokens, config.num_attention_heads, model.row_format.rope_width // model.row_format.rope_heads)
+        return hopper.unsupported(query, pool.rope_pages, pool.latent_pages, view.page_table, packed) is None
+    from pallas_kernels.rotated_latent_attention import expanded_hopper
+
+    nope, rope, value = (
+        operand(tokens, 1, width) for width in (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+    )
+    return expanded_hopper.unsupported(nope, rope, value, pool.latent_pages) is None

@@ -43,11 +43,11 @@ class PagedView:
       write_page, write_row: slot of each token; padding has ``write_page >= N`` and is dropped.
       write_position: position each token's key is stored for (``storage="base"``).
       form: MLA attention ``absorbed`` (scores in the latent space) or ``expanded`` (keys projected up).
-      segments: requests whose tokens are as many, padding included, and which attend one behind the other where a
-        kernel serves one request; 1 leaves the table to the kernel.
+      segments: requests whose tokens are as many, padding included; 1 leaves the table to the kernel.
       storage: ``base`` or ``unrotated`` keys.
       selection: rows each query attends to, where the model chooses them (``indexed_view.py``); None for all in view.
       packed, planned: the table as kernels read it, where they do (``shared_layout.py``); the same in every layer.
+        With several segments, one call attends for all of them where there is ``packed``, and else one call each.
       dependence: the share of attention beyond each of ``dependence.DISTANCES``, of the layers so far
         (``dependence.py``); None if it is not measured.
     """
@@ -171,8 +171,8 @@ class PagedView:
         return jnp.einsum("MHC,HCV->MHV", out, w_uv), lse, reach
 
     def _by_segment(self, read: Any, *queries: Array) -> tuple[Any, Any, Any]:
-        """What ``read`` gives for this view, one segment after the other."""
-        if self.segments == 1:
+        """What ``read`` gives for this view: at once where a kernel takes all segments, or one after the other."""
+        if self.segments == 1 or self.packed is not None:
             return read(self, *queries)
         tokens = self.query_position.shape[0] // self.segments
         by_token = {name: getattr(self, name) for name in BY_TOKEN}
@@ -181,13 +181,11 @@ class PagedView:
         offsets = jnp.array([0, tokens], jnp.int32)
 
         def attend(segment):
-            table, packed, (by_token, queries) = segment
-            own = dataclasses.replace(
-                self, **by_token, page_table=table, packed=packed, query_offsets=offsets, segments=1
-            )
+            table, (by_token, queries) = segment
+            own = dataclasses.replace(self, **by_token, page_table=table, query_offsets=offsets, segments=1)
             return read(own, *queries)
 
-        found = jax.lax.map(attend, (table, self.packed, cut))
+        found = jax.lax.map(attend, (table, cut))
         return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), found)
 
     def _grouped(

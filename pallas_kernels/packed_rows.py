@@ -14,10 +14,16 @@ from pallas_kernels.page_table import PageTable, Storage
 
 class PackedRows(NamedTuple):
     """Visible rows of a table in the order of their entries' positions, padded: page, row, distance to turn by and
-    position of each, the last ``NEVER`` for padding, and how many rows there are."""
+    position of each, the last ``NEVER`` for padding, and how many rows there are. With a leading axis those of several
+    requests, whose queries stand one behind the other, as many of each."""
 
-    columns: tuple[Int[Array, " N"], Int[Array, " N"], Int[Array, " N"], Int[Array, " N"]]
-    total: Int[Array, ""]
+    columns: tuple[Int[Array, "*B N"], Int[Array, "*B N"], Int[Array, "*B N"], Int[Array, "*B N"]]
+    total: Int[Array, "*B"]
+
+    @property
+    def requests(self) -> int:
+        """How many requests' rows these are."""
+        return self.total.shape[0] if self.total.ndim else 1
 
 
 def rows_of_table(

@@ -53,6 +53,7 @@ def rotated_grouped_attention(
         has them and XLA those of a page, so where pages are part full a share may differ by what a group of rows holds.
       value_scale: of quantised values, each row what its page holds times its scale. Only XLA reads them.
       packed: the table's rows in the order of their positions, for the Hopper kernel; by default it packs them itself.
+        It may hold those of several requests, whose queries are as many.
       implementation: a named one runs or raises. None takes "mosaic_gpu" on a Hopper GPU for what it takes (bfloat16,
         one request, widths as ``hopper.unsupported`` lists), and else XLA.
 
@@ -83,7 +84,7 @@ def rotated_grouped_attention(
     kernels = chosen(
         "rotated_grouped_attention",
         implementation,
-        lambda: hopper_kernels().unsupported(query, key_pages, value_pages, page_table),
+        lambda: hopper_kernels().unsupported(query, key_pages, value_pages, page_table, packed),
     )
     rest = (value_pages, key_pages, layer, page_table, rotary)
     settings: dict[str, Any] = {"key_heads": key_heads, "scale": scale, "storage": storage, "distances": distances}

@@ -40,7 +40,7 @@ def rotated_grouped_attention(
     Raises:
       NotImplementedError: for shapes or dtypes the kernel does not take.
     """
-    reason = unsupported(query, key_pages, value_pages, page_table)
+    reason = unsupported(query, key_pages, value_pages, page_table, packed)
     if reason is not None:
         raise NotImplementedError(
             f"rotated_grouped_attention: the Hopper kernel cannot take {reason}; use implementation='xla'"
@@ -59,8 +59,8 @@ def rotated_grouped_attention(
         packed = rows_of_table(page_table, query_position, key_pages.shape[2], storage)
     out, lse, reach = attend_packed(
         read_rows, query, None, query_position, packed, value_width=width, scale=scale,
-        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), distances=distances or (),
-        interpret=interpret,
+        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // (row_bytes * packed.requests)),
+        distances=distances or (), interpret=interpret,
     )  # fmt: skip
     return (out, lse) if distances is None else (out, lse, reach)
 
@@ -70,12 +70,14 @@ def unsupported(
     key_pages: Float[Array, "L N G JD"],
     value_pages: Float[Array, "L N G JD"],
     page_table: PageTable,
+    packed: PackedRows | None = None,
 ) -> str | None:
     """What of these arguments the kernel cannot take, or None."""
     width, requests = query.shape[2], page_table.page_id.shape[0]
+    taken = 1 if packed is None else packed.requests
     dtypes = {query.dtype, key_pages.dtype, value_pages.dtype}
     reasons = (
-        (requests != 1, f"{requests} requests; it serves one"),
+        (requests != taken, f"{requests} requests; it serves one, or those of packed"),
         (width not in (64, 128), f"heads of width {width}; 64 or 128"),
         (dtypes != {jnp.dtype(jnp.bfloat16)}, f"{sorted(map(str, dtypes))}; it takes bfloat16"),
     )

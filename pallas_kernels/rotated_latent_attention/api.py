@@ -133,7 +133,7 @@ def expanded_latent_attention(
       q_rope: rotary queries, already rotated to ``query_position``.
       query_position: position of each query token; a negative one is padding (output 0, log-sum-exp -inf).
       latent_pages, rope_pages, layer, rotary, scale, storage, latent_scale: as for ``rotated_latent_attention``.
-      page_table: ``[1, S]`` entries.
+      page_table: ``[1, S]`` entries; ``[B, S]`` where the kernel runs and ``packed`` holds rows of ``B`` requests.
       w_uk, w_uv: per-head up-projections of the latent to keys and values.
       distances: as for ``rotated_latent_attention``. The Hopper kernel groups neighbouring rows as ``packed`` has them
         and XLA those of a page, so where pages are part full a share may differ by what a group of rows holds.
@@ -149,11 +149,6 @@ def expanded_latent_attention(
       ValueError: if the table holds more than one request.
       NotImplementedError: if the named implementation cannot run on this device or does not do this.
     """
-    if page_table.page_id.shape[0] != 1:
-        raise ValueError(
-            f"expanded_latent_attention: page_table holds {page_table.page_id.shape[0]} requests and the expanded form "
-            "serves one; use rotated_latent_attention for several"
-        )
     if latent_scale is not None:
         implementation = only_xla("expanded_latent_attention", implementation, "latent_scale")
     operands = (
@@ -173,6 +168,12 @@ def expanded_latent_attention(
         implementation,
         lambda: expanded_kernels().unsupported(q_nope, q_rope, w_uv, latent_pages),
     )
+    requests, taken = page_table.page_id.shape[0], packed.requests if packed and kernels == "mosaic_gpu" else 1
+    if requests != taken:
+        raise ValueError(
+            f"expanded_latent_attention: page_table holds {requests} requests and the expanded form serves {taken}; "
+            "use rotated_latent_attention for several"
+        )
     settings: dict[str, Any] = {"scale": scale, "storage": storage, "distances": distances}
     if kernels == "mosaic_gpu":
         return expanded_kernels().expanded_latent_attention(*operands, **settings, packed=packed)

@@ -86,8 +86,8 @@ def expanded_latent_attention(
         packed = rows_of_table(page_table, query_position, latent_pages.shape[2], storage)
     out, lse, reach = attend_packed(
         expanded, q_nope, q_rope, query_position, packed, value_width=w_uv.shape[2], scale=scale,
-        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // row_bytes), distances=distances or (),
-        interpret=interpret,
+        rows_at_once=min(rows_at_once, MAX_PROJECTED_BYTES // (row_bytes * packed.requests)),
+        distances=distances or (), interpret=interpret,
     )  # fmt: skip
     return (out, lse) if distances is None else (out, lse, reach)
 
@@ -105,33 +105,50 @@ def attend_packed(
     interpret: bool,
     distances: Distances = (),
 ) -> tuple[Float[Array, "M H V"], Float[Array, "M H"], Float[Array, "M H D"]]:
-    """Attention of one request's queries to its visible rows, and the share of weight beyond ``distances``.
+    """Attention of a request's queries to its visible rows, and the share of weight beyond ``distances``.
 
     ``read_rows(page, row, delta, seen)`` gives keys ``[N, J, K]``, rotary keys that heads share ``[N, R]`` (or None)
-    and values ``[N, J, V]`` of ``N`` rows, turned by ``delta``; where not ``seen`` they are finite.
+    and values ``[N, J, V]`` of ``N`` rows, turned by ``delta``; where not ``seen`` they are finite. Where ``rows`` are
+    those of several requests, one launch serves them all, and ``rows_at_once`` are read of each.
+
+    Raises:
+      NotImplementedError: for distances and several requests.
     """
-    tokens, heads = query.shape[:2]
-    capacity = rows.columns[0].shape[0]
+    heads, requests = query.shape[1], rows.requests
+    if requests > 1 and distances:
+        raise NotImplementedError(
+            f"distances={distances} are measured for one request, and packed holds rows of {requests}; take them one "
+            "by one"
+        )
+    tokens, capacity = query.shape[0] // requests, rows.columns[0].shape[-1]
     spare = -tokens % TILE_QUERIES
     if distances:
         rows_at_once = min(rows_at_once, MAX_MASS_BYTES * GROUP_ROWS // (4 * heads * (tokens + spare)))
     rows_at_once = max(1, -(-min(rows_at_once, capacity) // BLOCK_ROWS)) * BLOCK_ROWS
     chunks = -(-capacity // rows_at_once)
-    position = jnp.pad(query_position, (0, spare), constant_values=-1)
-    padding = ((0, spare), (0, 0), (0, 0))
-    query, query_rope = jnp.pad(query, padding), None if query_rope is None else jnp.pad(query_rope, padding)
+
+    def padded(array, fill=0):
+        """Whole tiles of each request."""
+        array = array.reshape(requests, tokens, *array.shape[1:])
+        widths = ((0, 0), (0, spare), *((0, 0) for _ in array.shape[2:]))
+        return jnp.pad(array, widths, constant_values=fill).reshape(-1, *array.shape[2:])
+
+    position = padded(query_position, -1)
+    query, query_rope = padded(query), None if query_rope is None else padded(query_rope)
     fills = (0, 0, 0, NEVER)
     columns = [
-        jnp.pad(column, (0, chunks * rows_at_once - capacity), constant_values=fill)
+        jnp.pad(column.reshape(requests, -1), ((0, 0), (0, chunks * rows_at_once - capacity)), constant_values=fill)
         for column, fill in zip(rows.columns, fills, strict=True)
     ]
 
     def attend(chunk):
-        page, row, delta, place = (lax.dynamic_slice_in_dim(x, chunk * rows_at_once, rows_at_once) for x in columns)
+        page, row, delta, place = (
+            lax.dynamic_slice_in_dim(x, chunk * rows_at_once, rows_at_once, axis=1).reshape(-1) for x in columns
+        )
         key, rope, value = read_rows(page, row, delta, (place != NEVER)[:, None])
         out, lse, mass = attend_rows(
-            query, query_rope, position, key, rope, value, place, scale=scale, masses=bool(distances),
-            interpret=interpret,
+            query, query_rope, position, key, rope, value, place, scale=scale, requests=requests,
+            masses=bool(distances), interpret=interpret,
         )  # fmt: skip
         # Shares merge as outputs do.
         return (out, lse) if mass is None else (jnp.concatenate([out, _reach(mass, lse, place)], axis=-1), lse)
@@ -147,10 +164,14 @@ def attend_packed(
 
     out, lse = attend(0)  # most prompts end here, and nothing is merged
     if chunks > 1:
-        parts = -(-rows.total // rows_at_once)
+        parts = -(-jnp.max(rows.total) // rows_at_once)
         out, lse = lax.fori_loop(1, parts, lambda chunk, state: _merge(state, attend(chunk)), (out, lse))
-    out = out[:, :tokens].swapaxes(0, 1)
-    return out[..., :value_width].astype(query.dtype), lse[:, :tokens].T, out[..., value_width:]
+    out, lse = (
+        x.reshape(heads, requests, tokens + spare, *x.shape[2:])[:, :, :tokens].reshape(heads, -1, *x.shape[2:])
+        for x in (out, lse)
+    )
+    out = out.swapaxes(0, 1)
+    return out[..., :value_width].astype(query.dtype), lse.T, out[..., value_width:]
 
 
 def unsupported(
@@ -188,29 +209,32 @@ def attend_rows(
     row_position: Int[Array, " N"],
     *,
     scale: float,
+    requests: int = 1,
     masses: bool = False,
     interpret: bool = False,
 ) -> tuple[Float[Array, "H M V"], Float[Array, "H M"], Float[Array, "H N16 M"] | None]:
     """Attention of queries to the rows at or before their positions: float32 output and natural log-sum-exp.
 
+    Queries and rows are those of ``requests``, as many of each, which see their own rows alone.
+
     With ``masses`` also the natural log-sum-exp over each ``GROUP_ROWS`` rows, position 0 aside, which only the first
     row may have; it is written for blocks up to the last one that some query of the tile sees.
 
     Head ``h`` reads key head ``h // (H / J)`` and, where there are rotary keys apart, those that all heads share.
-    ``M`` and ``N`` are multiples of 128; padding queries are at -1 and padding rows at ``NEVER``.
+    ``M`` and ``N`` of a request are multiples of 128; padding queries are at -1 and padding rows at ``NEVER``.
     """
     tokens, heads, key_width = q_nope.shape
     value_width, group = value.shape[-1], heads // key.shape[1]
     # Rotary parts where keys have one apart: of queries, and of rows.
     turned = (q_rope, key_rope) if q_rope is not None and key_rope is not None else ()
-    tile_position = query_position.reshape(-1, TILE_QUERIES)
-    block_position = row_position.reshape(-1, BLOCK_ROWS)
+    tile_position = query_position.reshape(requests, -1, TILE_QUERIES)
+    block_position = row_position.reshape(requests, -1, BLOCK_ROWS)
     # Padding queries see nothing whether or not their tile takes a mask, so they do not count as tile members.
-    first = jnp.min(jnp.where(tile_position < 0, NEVER, tile_position), axis=1)
-    clear = (block_position.max(axis=1)[None, :] <= first[:, None]) & (tile_position.min(axis=1) >= 0)[:, None]
-    unmasked = jnp.sum(jnp.cumprod(clear, axis=1), axis=1)
-    reached = block_position.min(axis=1)[None, :] <= tile_position.max(axis=1)[:, None]
-    steps = jnp.max(jnp.where(reached, jnp.arange(1, reached.shape[1] + 1), 0), axis=1)
+    first = jnp.min(jnp.where(tile_position < 0, NEVER, tile_position), axis=2)
+    clear = (block_position.max(axis=2)[:, None] <= first[..., None]) & (tile_position.min(axis=2) >= 0)[..., None]
+    unmasked = jnp.sum(jnp.cumprod(clear, axis=2), axis=2).reshape(-1)
+    reached = block_position.min(axis=2)[:, None] <= tile_position.max(axis=2)[..., None]
+    steps = jnp.max(jnp.where(reached, jnp.arange(1, reached.shape[2] + 1), 0), axis=2).reshape(-1)
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
     queries = TILE_QUERIES // COMPUTE_WARPGROUPS
@@ -220,7 +244,7 @@ def attend_rows(
         rope["rope_keys"] = tile((STAGES, BLOCK_ROWS, turned[1].shape[-1]))
     mass_shape = (heads, row_position.shape[0] // GROUP_ROWS, tokens) if masses else (1,)
     out, lse, mass = plgpu.kernel(
-        partial(_body, group=group, scale=scale, masses=masses, interpret=interpret),
+        partial(_body, group=group, requests=requests, scale=scale, masses=masses, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((heads, tokens, value_width), jnp.float32),
             jax.ShapeDtypeStruct((heads, tokens), jnp.float32),
@@ -252,7 +276,7 @@ def attend_rows(
 
 def _body(
     unmasked_ref, steps_ref, query_position_ref, row_position_ref, q_nope_ref, key_ref, value_ref, *refs,
-    group, scale, masses, interpret, query, keys, values, query_loaded, keys_loaded, values_loaded, keys_used,
+    group, requests, scale, masses, interpret, query, keys, values, query_loaded, keys_loaded, values_loaded, keys_used,
     values_used, turn, query_rope=None, rope_keys=None,
 ):  # fmt: skip
     *turned_refs, out_ref, lse_ref, mass_ref = refs
@@ -261,6 +285,8 @@ def _body(
     tile = steps_ref.shape[0] - 1 - lax.axis_index("tile")
     key_head = head // group
     steps = steps_ref[tile]
+    blocks = row_position_ref.shape[0] // BLOCK_ROWS // requests
+    begin = 0 if requests == 1 else tile // (steps_ref.shape[0] // requests) * blocks  # rows of the tile's request
 
     @pl.when(me == COMPUTE_WARPGROUPS)
     def _copy():
@@ -268,16 +294,16 @@ def _body(
             plgpu.set_max_registers(40, action="decrease")
 
         def load_keys(step, slot):
-            block = pl.ds(step * BLOCK_ROWS, BLOCK_ROWS)
+            block = pl.ds((begin + step) * BLOCK_ROWS, BLOCK_ROWS)
             plgpu.copy_gmem_to_smem(key_ref.at[block, key_head], keys.at[slot], keys_loaded.at[slot])
             if turned_refs:
                 plgpu.copy_gmem_to_smem(turned_refs[1].at[block], rope_keys.at[slot], keys_loaded.at[slot])
 
         def load_values(step, slot):
-            block = pl.ds(step * BLOCK_ROWS, BLOCK_ROWS)
+            block = pl.ds((begin + step) * BLOCK_ROWS, BLOCK_ROWS)
             plgpu.copy_gmem_to_smem(value_ref.at[block, key_head], values.at[slot], values_loaded.at[slot])
 
-        stages = min(STAGES, row_position_ref.shape[0] // BLOCK_ROWS)
+        stages = min(STAGES, blocks)
         for step in range(stages):
 
             @pl.when(step < steps)
@@ -356,7 +382,7 @@ def _body(
             plgpu.barrier_arrive(keys_used.at[slot])
             score = score * (scale * LOG2E)
             if masked:
-                start = pl.ds(step * block, block)
+                start = pl.ds((begin + step) * block, block)
                 place = plgpu.load(row_position_ref.at[start], layout=columns, optimized=False)
                 seen = lax.broadcast_in_dim(place, score.shape, [1]) <= lax.broadcast_in_dim(position, score.shape, [0])
                 score = jnp.where(seen, score, MASKED)
