@@ -18,6 +18,21 @@ STEPS = 16
 def decode_ms(server: Server, *, batch: int, context: int, moved: bool, repeats: int) -> list[float]:
     """Milliseconds a step of ``batch`` requests with ``context`` rows each, over pages of the pool; with ``moved``,
     every run of eight pages was computed elsewhere. Rows are whatever the pool holds: time does not depend on it."""
+    request, sampling = decoding_of(server, batch=batch, context=context, moved=moved)
+    storage, pool, found = server.cache.config.storage, server.cache.pool, []
+    for repeat in range(repeats + 1):
+        started = time.perf_counter()
+        for _ in range(STEPS):
+            token, _, pool = decode_step(server.model, pool, request, sampling, storage=storage)
+        jax.block_until_ready(token)
+        if repeat:  # the first compiles
+            found.append(1e3 * (time.perf_counter() - started) / STEPS)
+    server.cache = dataclasses.replace(server.cache, pool=pool)
+    return found
+
+
+def decoding_of(server: Server, *, batch: int, context: int, moved: bool) -> tuple[DecodeBatch, Sampling]:
+    """What ``decode_ms`` times a step of."""
     size = server.cache.config.page_size
     pages = -(-(context + 1) // size)
     draw = np.random.default_rng(0)
@@ -36,17 +51,6 @@ def decode_ms(server: Server, *, batch: int, context: int, moved: bool, repeats:
         "write_page": last[:, 0],
         "write_row": last[:, 2] - 1,
     }
-    request = DecodeBatch(page_table=page_table_from_array(entries), **jax.device_put(fields))
     zeros = jnp.zeros(batch, jnp.float32)
     sampling = Sampling(zeros, zeros + 1, jnp.zeros(batch, jnp.int32))
-    config = server.cache.config
-    pool, found = server.cache.pool, []
-    for repeat in range(repeats + 1):
-        started = time.perf_counter()
-        for _ in range(STEPS):
-            token, _, pool = decode_step(server.model, pool, request, sampling, storage=config.storage)
-        jax.block_until_ready(token)
-        if repeat:  # the first compiles
-            found.append(1e3 * (time.perf_counter() - started) / STEPS)
-    server.cache = dataclasses.replace(server.cache, pool=pool)
-    return found
+    return DecodeBatch(page_table=page_table_from_array(entries), **jax.device_put(fields)), sampling

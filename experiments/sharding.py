@@ -1,13 +1,10 @@
-"""One device against several: the same logits, time of a prompt, several processes, and a checkpoint loaded into parts.
+"""One device against several: the same logits, tokens a second, several processes, a checkpoint loaded into parts.
 
 Steps that are done are kept in ``DIR/steps.json``: a command with the same settings goes on behind them, and a step may
 be run under other flags of the compiler than the last one.
 """
 
-import dataclasses
 import json
-import statistics
-import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,14 +20,16 @@ from experiments import report, sharding_load, sharding_processes
 from experiments.errors import InputError
 from experiments.latency import QUICK_SHAPE
 from experiments.names import listed
-from experiments.sharding_processes import difference, mesh_of, two_logits
-from irminsul.cache import CacheConfig, new_cache
-from irminsul.prefill import complete, propose, settle, start_computing
+from experiments.sharding_processes import KINDS, difference, mesh_of, served_logits
+from experiments.sharding_speed import SETTINGS, Speed
 from models import sharding
 from models.families import Model
 from models.random_weights import random_model_on_device
 
-QUICK = {"dtype": "float32", "length": 256, "compared": 128, "repeats": 2, "checkpoint_gb": 0.02, "layers": 3}
+QUICK = {
+    "dtype": "float32", "length": 256, "block": 256, "pool_tokens": 2048, "decode_batches": "2", "decode_context": 128,
+    "compared": 128, "repeats": 2, "checkpoint_gb": 0.02, "layers": 3,
+}  # fmt: skip
 Rows = list[dict[str, Any]]
 
 
@@ -45,13 +44,14 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     meshes = {text: mesh_of(text) for text in listed(settings["meshes"])}
     steps = _Steps(out / "steps.json", settings)
     rows: Rows = []
-    if settings["checkpoint_gb"]:
+    if settings["checkpoint_gb"] and meshes:
         rows += steps.once("load", ("preset", "checkpoint_gb", "filled"), lambda: _loaded(settings, shape, meshes))
-    timed = _Timed(settings, shape)
-    for name in ["one device", *listed(settings["timed_meshes"])] if settings["repeats"] else []:
-        rows += steps.once(
-            f"time {name}", ("preset", "layers", "dtype", "length", "repeats", "seed"), partial(timed.rows, name)
-        )
+    speed = Speed(settings, shape, out)
+    for name in listed(settings["timed"]):
+        if settings["compile_only"]:
+            rows += speed.compile(name)
+        elif settings["repeats"]:
+            rows += steps.once(f"time {name}", SETTINGS, partial(speed.rows, name))
     compared = _Compared(settings, shape)
     for name, mesh in meshes.items() if settings["compared"] else []:
         rows += steps.once(
@@ -67,14 +67,19 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
         "summary": summary,
         "rows": rows,
         "notes": [
-            f"{settings['preset']}, random weights. Time: {settings['layers']} layers in {settings['dtype']}, new "
-            f"prompts of {settings['length']:,} tokens, nothing reused, medians of {settings['repeats']}. Logits: "
-            f"{settings['compared_layers']} layers in float32, a prompt of {settings['compared']:,} tokens, and it "
-            "once more behind another header with its rows reused at other positions; the largest difference from one "
-            "device's, over their deviation.",
+            f"{settings['preset']}, random weights. Time: {settings['layers'] or 'all'} layers in {settings['dtype']}, "
+            f"new prompts of {settings['length']:,} tokens, nothing reused, from prompt to logits; steps of requests "
+            f"with {settings['decode_context']:,} rows each; medians of {settings['repeats']} with the least and the "
+            "most, all compiled before.",
+            f"Logits: {settings['compared_layers']} layers in float32, a prompt of {settings['compared']:,} tokens, "
+            "the same once more behind another header with its rows reused at other positions, and a token decoded "
+            "behind that; the largest difference from one device's, over their deviation. `rms difference`: of what "
+            "is timed, the root of the mean square over the deviation.",
             "The checkpoint has the published layout and, unless `filled`, zeros in files without a block on disk. It "
-            "is read plainly and loaded by as many readers, both from a cold page cache. `host peak` is what the "
-            "process holds beside mapped files, `resident peak` all of it, both over the largest tensor.",
+            "is read plainly and loaded by as many readers, both from a cold page cache, then loaded once more "
+            "(`again`). Peaks of memory are beyond the level before, over the largest tensor: `private` and `shared` "
+            "pages, both (`held`), pages of mapped `files`, all (`resident`), and what the whole machine holds beside "
+            "files (`machine`).",
             f"{settings['processes']} processes, found through SLURM's variables: each has four virtual devices if "
             "they are CPUs, otherwise one, and reads its parts of a small published checkpoint.",
         ],
@@ -112,8 +117,12 @@ def _title(rows: Rows) -> str:
 
 
 def _table(rows: Rows) -> str:
-    lines = [f"| {row['what'].replace('_', ' ')} | {row['mesh']} | {row['value']:.4g} |" for row in rows]
-    return "\n".join(["| what | mesh | value |", "|---|---|---:|", *lines])
+    lines = [
+        f"| {row['what'].replace('_', ' ')} | {row['mesh']} | {row['value']:.4g} "
+        + (f"| {row['least']:.4g} to {row['most']:.4g} |" if "least" in row else "| |")
+        for row in rows
+    ]
+    return "\n".join(["| what | mesh | value | least to most |", "|---|---|---:|---|", *lines])
 
 
 def _key(mesh: str) -> str:
@@ -149,55 +158,16 @@ class _Compared:
 
     @cached_property
     def one(self) -> tuple[np.ndarray, int]:
-        return two_logits(self.model, self.settings["compared"], self.settings["seed"])
+        return served_logits(self.model, self.settings["compared"], self.settings["seed"])
 
     def rows(self, name: str, mesh: Mesh) -> Rows:
         one, shifted = self.one
         with jax.set_mesh(mesh):
             split = sharding.shard(self.model, mesh)
-            many, shifted_on_mesh = two_logits(split, self.settings["compared"], self.settings["seed"])
+            many, shifted_on_mesh = served_logits(split, self.settings["compared"], self.settings["seed"])
         if shifted != shifted_on_mesh or not shifted:
             raise RuntimeError(f"{name}: {shifted_on_mesh} rows were reused on the mesh and {shifted} on one device")
-        kinds = zip(("logit_difference", "logit_difference_reused"), many, one, strict=True)
-        return [{"what": what, "mesh": name, "value": difference(new, old)} for what, new, old in kinds]
-
-
-class _Timed:
-    """Tokens a second of one device or of a mesh, for prompts that fill the largest block, the only one compiled:
-    several meshes take minutes otherwise."""
-
-    def __init__(self, settings: dict[str, Any], shape: dict[str, int]):
-        self.settings, self.shape = settings, {**shape, "num_hidden_layers": settings["layers"]}
-
-    @cached_property
-    def model(self) -> Model:
-        dtype = jnp.dtype(self.settings["dtype"])
-        return random_model_on_device(self.settings["preset"], self.settings["seed"], dtype, **self.shape)
-
-    def rows(self, name: str) -> Rows:
-        if name == "one device":
-            seconds = self.seconds(self.model)
-        else:
-            mesh = mesh_of(name)
-            with jax.set_mesh(mesh):
-                seconds = self.seconds(sharding.shard(self.model, mesh))
-        value = self.settings["length"] / statistics.median(seconds)
-        return [{"what": "tokens_per_second", "mesh": name, "value": value, "seconds": seconds}]
-
-    def seconds(self, model: Model) -> list[float]:
-        draw, length = np.random.default_rng(self.settings["seed"]), self.settings["length"]
-        config = CacheConfig(
-            num_pages=4 * length // 64, max_prompt_tokens=length, dtype=self.settings["dtype"], dependence=False
-        )
-        cache, seconds = new_cache(config, model.row_format), []
-        for repeat in range(self.settings["repeats"] + 1):
-            proposal = propose(model, cache, draw.integers(0, model.vocab_size, length, np.int32), "full")
-            proposal = dataclasses.replace(proposal, blocks=proposal.blocks[-1:])
-            started = time.perf_counter()
-            logits, _, proposal = start_computing(model, proposal)
-            jax.block_until_ready(logits)
-            if repeat:  # the first one compiles
-                seconds.append(time.perf_counter() - started)
-            admission = settle(proposal)
-            cache = complete(admission.cache, admission.request)
-        return seconds
+        return [
+            {"what": f"logit_difference_{kind}", "mesh": name, "value": difference(new, old)}
+            for kind, new, old in zip(KINDS, many, one, strict=True)
+        ]

@@ -1,4 +1,4 @@
-"""One device against several: the same logits, time of a prompt, several processes, loading straight into parts."""
+"""One device against several: the same logits, tokens a second, several processes, loading straight into parts."""
 
 from ml_collections import ConfigDict
 
@@ -9,14 +9,19 @@ def get_config() -> ConfigDict:
         {
             "study": "sharding",
             "preset": "deepseek-v2-lite",
-            "layers": 8,  # of the preset, so that one device holds the model beside its parts
-            "meshes": "tensor=2,expert=2,sequence=2",  # each run on its own; the first one loads
-            "timed_meshes": "tensor=2,expert=2",
+            "meshes": "tensor=2,expert=2,sequence=2",  # whose logits are compared; the first one loads
+            "timed": "one device,tensor=2,expert=2",
+            "layers": 0,  # of the preset, in what is timed; all if 0
             "dtype": "bfloat16",  # of what is timed
-            "length": 8192,  # tokens of the timed prompts
+            "length": 16384,  # tokens of the timed prompts
+            "block": 4096,  # how many of them go through all layers at once
+            "pool_tokens": 278528,  # rows that the timed cache has room for
+            "decode_batches": "1,64",  # requests that decode together
+            "decode_context": 4096,  # rows of each
+            "repeats": 9,  # of every time; 0 times nothing
+            "compile_only": False,  # what is timed, from shapes alone, into JAX's compilation cache
             "compared": 1024,  # tokens of the prompt whose float32 logits are compared; 0 compares none
             "compared_layers": 2,
-            "repeats": 5,  # of every time; 0 times nothing
             "process_meshes": "sequence=2xexpert=2xtensor=2",  # over all devices of several processes; none if empty
             "processes": 2,
             "checkpoint_gb": 20.0,  # of the synthetic checkpoint; 0 loads none
