@@ -75,7 +75,7 @@ def rotated_grouped_attention(
         jnp.zeros((*grouped.shape[:-1], len(measured)), jnp.float32),
     )
     largest, total, weighted, far = jax.lax.fori_loop(0, requests, attend_request, empty)
-    seen = total > 0
+    seen = total != 0  # and not > 0: what went wrong stays wrong, NaN is not "saw nothing"
     out = jnp.where(seen[..., None], weighted / jnp.where(seen, total, 1)[..., None], 0)
     lse = jnp.where(seen, largest + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
     found = out.reshape(query.shape).astype(query.dtype), lse.reshape(tokens, heads)

@@ -226,7 +226,7 @@ def normalise(
     softmax: Softmax, out: Float[Array, "*queries C"]
 ) -> tuple[Float[Array, "*queries C"], Float[Array, "*queries"]]:
     """Output and log-sum-exp; a query that saw nothing gets 0 and -inf."""
-    seen = softmax.total > 0
+    seen = softmax.total != 0  # and not > 0: what went wrong stays wrong, NaN is not "saw nothing"
     total = jnp.where(seen, softmax.total, 1.0)
     return out / total[..., None], jnp.where(seen, softmax.maximum + jnp.log(total), -jnp.inf)
 

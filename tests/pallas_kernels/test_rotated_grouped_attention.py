@@ -194,6 +194,9 @@ def test_rows_are_seen():
     changed, _ = dataclasses.replace(case, entries=entries).run()
     assert np.abs(changed - out)[[0, 2, 4, 5]].max(axis=(1, 2)).min() > 1e-3
     np.testing.assert_array_equal(changed[[1, 6, 7, 8]], out[[1, 6, 7, 8]])
+    keys = case.keys.copy()
+    keys[LAYER, page, begin] = np.nan  # a row that went wrong is not a row that is not there
+    assert np.isnan(dataclasses.replace(case, keys=keys).run()[0][[0, 2, 4, 5]]).all()
 
 
 def test_page_order_within_tolerance():
