@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models import families
-from models.sharded_checkpoint import READERS, SLAB_BYTES, load_sharded
+from models.sharded_checkpoint import READERS, SLAB_BYTES, load_sharded, printed_progress
 
 SHARD_BYTES = 5 * 2**30
 
@@ -61,7 +61,7 @@ def _load(folder: Path, mesh: Mesh, largest: int) -> dict[str, float]:
     _drop(folder)
     with _Peak() as peak:
         started = time.perf_counter()
-        model = load_sharded(folder, mesh, jnp.bfloat16, digest="synthetic")
+        model = load_sharded(folder, mesh, jnp.bfloat16, digest="synthetic", progress=printed_progress())
         jax.block_until_ready(model.params)
         seconds = time.perf_counter() - started
     on_host = [leaf for leaf in jax.tree.leaves(model.params) if jax.default_backend() == "cpu"]

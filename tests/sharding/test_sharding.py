@@ -2,11 +2,13 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -14,9 +16,10 @@ from experiments.errors import InputError
 from experiments.latency import QUICK_SHAPE
 from experiments.sharding_load import write_synthetic
 from experiments.sharding_processes import mesh_of
-from models import families, sharding
+from models import families, sharded_checkpoint, sharding
 from models.checkpoint import check_tensors, read_published
 from models.device_plan import device_plan
+from models.sharded_checkpoint import printed_progress
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +78,7 @@ class TestDevicePlan:
     def test_deepseek_v3_on_128_devices(self):
         plan = device_plan("deepseek-v3", {"expert": 32, "tensor": 4}, memory_bytes=141 * 10**9)
         assert plan.parameters == 671_026_419_200
-        experts = 58 * 256 * 3 * 7168 * 2048 * 2
+        experts = 58 * 257 * 3 * 7168 * 2048 * 2  # the one of all tokens, too: 16 columns a device
         others = plan.parameter_bytes - experts  # split by heads, but for the projections to the latent and the router
         assert experts / 128 + others / 4 < plan.parameter_bytes_per_device < experts / 128 + 1.25 * others / 4
         assert plan.row_bytes == 61 * 576 * 2
@@ -88,12 +91,54 @@ class TestDevicePlan:
         assert four.cache_tokens == 4 * one.cache_tokens
         assert one.collective_bytes_per_token["pages"] == 0 < four.collective_bytes_per_token["pages"]
 
+    def test_the_expert_of_all_tokens_stands_whole_where_its_columns_do_not_divide(self):
+        shared = 60 * 3 * 7168 * 2048 * 2
+        wide, narrow = (device_plan("kimi-k2", {"expert": n}, memory_bytes=10**12) for n in (96, 64))
+        routed = 384 * shared  # 2,048 columns divide by 64, not by 96
+        assert (
+            wide.parameter_bytes_per_device - narrow.parameter_bytes_per_device
+            == routed // 96 - routed // 64 + shared - shared // 64
+        )
+        both = device_plan("kimi-k2", {"expert": 48, "tensor": 2}, memory_bytes=1).collective_bytes_per_token
+        assert both["feed_forward"] == 61 * 7168 * 2  # a sum of its own over two devices of ``tensor``
+        assert narrow.collective_bytes_per_token["feed_forward"] == 0
+
     def test_what_does_not_divide_is_named(self):
         with pytest.raises(ValueError, match="tensor=3"):
             device_plan("deepseek-v3", {"tensor": 3}, memory_bytes=1)
         with pytest.raises(ValueError, match="'pipeline' is unknown"):
             device_plan("deepseek-v3", {"pipeline": 2}, memory_bytes=1)
         assert device_plan("deepseek-v3", {"tensor": 2}, memory_bytes=1).cache_tokens == 0
+
+
+def test_progress_is_said_with_its_rate(capsys):
+    progress = printed_progress(every=1.0)
+    for done, seconds in ((1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)):
+        progress(done * 10**9, 4 * 10**9, seconds)
+    assert capsys.readouterr().err == "2.0 of 4.0 GB read, 2.00 GB/s\n4.0 of 4.0 GB read, 2.00 GB/s\n"
+
+
+def test_slabs_cover_a_tensor_and_what_was_sent_of_a_file_is_let_go(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharded_checkpoint, "SLAB_BYTES", 2**20)
+    values = np.random.default_rng(0).integers(0, 2**16, (1000, 6000), np.uint16)
+    values.tofile(tmp_path / "file")
+
+    def mapped() -> int:
+        status = Path("/proc/self/status")
+        found = re.search(r"RssFile:\s+(\d+)", status.read_text()) if status.exists() else None
+        return 1024 * int(found[1]) if found else 0
+
+    tensor, seen = np.asarray(np.memmap(tmp_path / "file", np.uint16, "r", 0, values.shape)).T, np.zeros_like(values.T)
+    before, most, shapes = mapped(), 0, set()
+    for (row, column), piece in sharded_checkpoint._slabs(tensor, (1, 0)):
+        seen[row : row + piece.shape[0], column : column + piece.shape[1]] = piece
+        shapes.add(piece.shape)
+        most = max(most, mapped())
+        sharded_checkpoint._let_go(piece)
+    assert np.array_equal(seen, values.T)
+    assert len(shapes) == 1  # slabs that are alike take one program
+    assert most - before < values.nbytes / 2
+    assert np.array_equal(tensor, values.T)  # they come back
 
 
 def test_a_mesh_that_compilers_may_not_split_is_refused():
