@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from irminsul import blocks, shared_layout
 from irminsul.pool import new_pool
@@ -47,6 +48,22 @@ def test_the_expanded_form_gets_rows_and_the_absorbed_one_a_plan(case):
     absorbed = shared_layout.with_shared_layout(view, model)
     assert absorbed.packed is None
     assert np.asarray(absorbed.planned.tiles.request).size > 0
+
+
+def test_devices_that_split_heads_share_a_layout_and_those_that_split_pages_do_not(case):
+    model, view = case
+    alone = shared_layout.with_shared_layout(view, model).planned
+    half = model.replace(config=dataclasses.replace(model.config, num_attention_heads=4))
+    for axis in ("tensor", "sequence"):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((2,), (axis,), axis_types=(AxisType.Auto,))):
+            found = shared_layout.with_shared_layout(view, model)
+        if axis == "sequence":
+            assert found is view
+        else:  # laid out for the heads that one of them has
+            assert jax.tree.structure(found.planned) != jax.tree.structure(alone)
+            own = shared_layout.with_shared_layout(view, half).planned
+            assert jax.tree.structure(found.planned) == jax.tree.structure(own)
+            assert all(map(np.array_equal, jax.tree.leaves(found.planned), jax.tree.leaves(own)))
 
 
 def test_nothing_is_laid_out_where_no_kernel_reads_it(case, monkeypatch):
