@@ -80,6 +80,7 @@ def served_logits(model: Model, length: int, seed: int, page_size: int = 64) -> 
             logits.append(np.asarray(result.logits))
             if prompt is first:
                 cache = complete(result.cache, result.request)
+        assert result.logits is not None
         decoding = advance(model, start_decoding(result.cache, result.request, result.logits), int(first[0]))
         logits.append(np.asarray(decoding.logits))
     return np.stack(logits), result.request.plan.bins["shifted"]

@@ -114,7 +114,8 @@ class Speed:
 
     def _prompts(self, server: Server) -> tuple[list[float], np.ndarray]:
         """Seconds from prompt to logits of every repeat, the first of all, which compiles, left out; its logits."""
-        draw, seconds, kept = np.random.default_rng(self.settings["seed"]), [], []
+        draw, seconds = np.random.default_rng(self.settings["seed"]), []
+        kept: list[np.ndarray] = []
         for _ in range(self.settings["repeats"] + 1):
             prompt = draw.integers(0, server.model.vocab_size, self.settings["length"], np.int32)
             started = time.perf_counter()

@@ -60,7 +60,9 @@ def experts_swiglu(
     return routed + reference.swiglu(x, *of_layer)
 
 
-def takes_kernel(dtype: jax.typing.DTypeLike, gate: Array, implementation: Implementation | None = None) -> bool:
+def takes_kernel(
+    dtype: jax.typing.DTypeLike, gate: Array | jax.ShapeDtypeStruct, implementation: Implementation | None = None
+) -> bool:
     """Whether the Hopper kernel will run for hidden states of ``dtype`` and such weights.
 
     Raises:

@@ -218,8 +218,8 @@ def with_expert_of_all(tiles: Tiles, tokens: int, parts: int) -> Tiles:
     return Tiles(token, place, expert, tiles.used + common, filled, tiles.rows, common)
 
 
-def unsupported(dtype: jax.typing.DTypeLike, gate: Float[Array, "L E D F"]) -> str | None:
-    """What the kernel cannot take, or None."""
+def unsupported(dtype: jax.typing.DTypeLike, gate: Array | jax.ShapeDtypeStruct) -> str | None:
+    """What the kernel cannot take with such matrices ``[L, E, D, F]``, or None."""
     width, inner = gate.shape[-2:]
     if (jnp.dtype(dtype), gate.dtype) != (jnp.bfloat16, jnp.bfloat16):
         return f"hidden states of {jnp.dtype(dtype)} and weights of {gate.dtype}; it takes bfloat16"
