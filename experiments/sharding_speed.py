@@ -5,6 +5,7 @@ first prompt, in the dtype and by the kernels that are timed.
 """
 
 import contextlib
+import re
 import statistics
 import time
 from collections.abc import Iterator
@@ -50,7 +51,8 @@ class Speed:
         return random_model_on_device(self.settings["preset"], self.settings["seed"], self.dtype, **self.shape)
 
     def compile(self, name: str) -> list[dict[str, Any]]:
-        """Compiles what ``rows`` runs from shapes alone, for JAX's compilation cache; seconds by program."""
+        """Compiles what ``rows`` runs from shapes alone, for JAX's compilation cache: seconds by program, and how many
+        collectives stand in it; those of a layer stand there once for each kind of layer."""
         family, config = families.read_config(self.settings["preset"], **self.shape)
         rotary = family.rotary(config)
         with _on(name) as mesh:
@@ -69,19 +71,25 @@ class Speed:
                 cache.pool,
             )
             jax.tree.map(lambda leaf: leaf.delete(), cache.pool)  # the memory may be somebody else's
-            run_prefill.lower(
+            compiled = run_prefill.lower(
                 server.model, pool, batch, blocks=proposal.blocks, cost=cost_model(server.model),
                 storage=cache.config.storage, keep_hidden=False,
             ).compile()  # fmt: skip
+            counts = [_collectives(compiled.as_text())]
             started.append(time.perf_counter())
             for size in self.batches:
                 decoding = decoding_of(server, batch=size, context=self.settings["decode_context"], moved=False)
-                decode_step.lower(server.model, pool, *decoding, storage=cache.config.storage).compile()
+                compiled = decode_step.lower(server.model, pool, *decoding, storage=cache.config.storage).compile()
+                counts.append(_collectives(compiled.as_text()))
                 started.append(time.perf_counter())
         programs = ["prefill", *(f"decode_{size}" for size in self.batches)]
         return [
-            {"what": f"{program}_compile_seconds", "mesh": name, "value": seconds}
-            for program, seconds in zip(programs, np.diff(started).tolist(), strict=True)
+            row
+            for program, seconds, found in zip(programs, np.diff(started).tolist(), counts, strict=True)
+            for row in (
+                {"what": f"{program}_compile_seconds", "mesh": name, "value": seconds},
+                *({"what": f"{program}_{kind}s", "mesh": name, "value": count} for kind, count in found.items()),
+            )
         ]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -124,6 +132,13 @@ class Speed:
             seconds.append(time.perf_counter() - started)
             kept = kept or [np.asarray(logits, np.float32)]
         return seconds[1:], kept[0]
+
+
+def _collectives(text: str) -> dict[str, int]:
+    """How often each kind of collective stands in a compiled program."""
+    kinds = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+    counts = {kind.replace("-", "_"): len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
+    return {kind: count for kind, count in counts.items() if count}
 
 
 @contextlib.contextmanager
