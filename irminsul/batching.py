@@ -26,6 +26,7 @@ from irminsul.batch_reading import LineReader
 from irminsul.batch_state import Prefilling, Running, decode_batch
 from irminsul.blocks import Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, new_cache
+from irminsul.cache_key import check_names
 from irminsul.commit import PoolTooSmallError
 from irminsul.compute import run_prefill
 from irminsul.counters import Counters, no_counts, of_request, one_refused
@@ -150,9 +151,10 @@ class Batcher:
             Where one of the two raises, the request ends as ``failed``, and nobody else notices.
 
         Raises:
-          ValueError: as ``prefill``, for a prompt or a sampling parameter that cannot be served.
+          ValueError: as ``prefill``, for a prompt, a name or a sampling parameter that cannot be served.
         """
-        check_sampling(temperature, top_p, seed)
+        check_sampling(temperature, top_p, seed, stop_tokens)
+        check_names(namespace, adapter, shared)
         tokens = check_prompt(prompt, self.model, self.cache, max_new_tokens)
         number, self.submitted = self.submitted, self.submitted + 1
         self.tickets[number] = Ticket(

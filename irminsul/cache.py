@@ -20,6 +20,7 @@ from irminsul.page_tree import PageTree
 from irminsul.pool import LatentPool
 from irminsul.provenance import Provenance
 from irminsul.registry import Registry
+from irminsul.row_quantisation import ROW_DTYPES
 from irminsul.sharded_pool import new_pool
 from pallas_kernels.page_table import Storage
 
@@ -38,7 +39,7 @@ class CacheConfig:
       max_prompt_tokens: capacity of the compiled prefill.
       max_new_tokens: rows that decoding may add to one request.
       storage: rotary keys kept rotated at their ``base`` position, or ``unrotated``.
-      dtype: of the rows.
+      dtype: of the rows (``row_quantisation.ROW_DTYPES``).
       eviction: which pages go when the pool is full (``eviction.py``): ``lru`` or by ``value``.
       dependence: keep with each token how far left its attention went (``dependence.py``), which repair goes by.
       chunking: cuts, segments and anchors.
@@ -62,6 +63,8 @@ class CacheConfig:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must not be negative")
         if self.storage not in ("base", "unrotated"):
             raise ValueError(f"storage={self.storage!r} is unknown; choose 'base' or 'unrotated'")
+        if self.dtype not in ROW_DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} is unknown; choose one of {', '.join(ROW_DTYPES)}")
         if self.eviction not in ("lru", "value"):
             raise ValueError(f"eviction={self.eviction!r} is unknown; choose 'lru' or 'value'")
 

@@ -18,6 +18,15 @@ type Context = Literal["private", "published", "isolated"]
 others to read; or the canonical sink alone."""
 
 
+def check_names(namespace: str, adapter: str, shared: tuple[str, ...]) -> None:
+    """Raises ``ValueError`` for names that are none."""
+    for field, name in (("namespace", namespace), ("adapter", adapter)):
+        if not isinstance(name, str):
+            raise ValueError(f"{field}={name!r} must be a string")
+    if isinstance(shared, str) or not all(isinstance(name, str) for name in shared):
+        raise ValueError(f"shared={shared!r} must be a tuple of namespaces; write ('docs',) for one")
+
+
 def request_key(
     cache: ContentCache,
     model: Any,

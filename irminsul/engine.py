@@ -15,7 +15,7 @@ from irminsul.counters import Counters, no_counts, of_request, one_refused
 from irminsul.decode import advance, start_decoding
 from irminsul.forget import Forgotten
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import PrefillResult, check_token_ids, prefill
+from irminsul.prefill import PrefillResult, as_token_ids, check_token_ids, prefill
 from irminsul.publish import isolate, publish
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling
@@ -121,8 +121,8 @@ class Engine:
           As ``prefill``. The engine can be used on afterwards.
         """
         started = time.perf_counter()
-        check_sampling(temperature, top_p, seed)
-        forced = None if continuation is None else np.asarray(continuation)
+        check_sampling(temperature, top_p, seed, stop_tokens)
+        forced = None if continuation is None else as_token_ids("continuation", continuation)
         if forced is not None and forced.size:
             check_token_ids(forced, self.model)
         count = max_new_tokens if forced is None else len(forced)
@@ -218,7 +218,7 @@ class Engine:
         sampling: dict[str, Any],
         on_token: Callable[[int], None] | None,
     ) -> tuple[list[int], np.ndarray, list[np.ndarray]]:
-        """Emitted tokens, those of them whose rows were written, and the logits that predicted each."""
+        """Emitted tokens, those of them whose rows are to be kept, and the logits that predicted each."""
         if not count:
             return [], np.zeros(0, np.int32), []
         assert result.logits is not None
@@ -237,4 +237,5 @@ class Engine:
                 self.cache = decoding.cache
             if last:
                 break
-        return emitted, np.asarray(decoding.tokens, np.int32), logits
+        sound = all(np.isfinite(np.max(row)) for row in (*logits, np.asarray(decoding.logits)))
+        return emitted, np.asarray(decoding.tokens if sound else [], np.int32), logits

@@ -112,7 +112,9 @@ def _started(cache: ContentCache, what: np.ndarray | Request | int, owners: set[
         return {clock: cache.provenance.computations[clock].first_computed}
     run = np.asarray(what)
     if run.ndim != 1 or not run.size or not np.issubdtype(run.dtype, np.integer):
-        raise ValueError(f"tokens has shape {run.shape} and dtype {run.dtype}; name a run of token ids to forget")
+        raise ValueError(
+            f"tokens has shape {run.shape} and dtype {run.dtype}; name a run of token ids, or a request by an int"
+        )
     return cache.provenance.occurrences(run.astype(np.int32), owners)
 
 

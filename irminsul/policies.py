@@ -128,6 +128,8 @@ def get_policy(policy: str | Policy, **overrides: Any) -> Policy:
             raise ValueError(f"policy={policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         known = POLICIES[name]
         policy = _with_budget(known, budget) if budget else known
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy={policy!r} is neither a Policy nor a name; choose one of {', '.join(POLICIES)}")
     return dataclasses.replace(policy, **overrides)
 
 

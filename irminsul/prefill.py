@@ -121,6 +121,7 @@ def prefill(
         limit, or a token id out of range.
       PoolTooSmallError: if the pool cannot hold the prompt. In every case the cache is unchanged.
       ConsumedError: if the cache was taken over by an earlier step.
+      Anything else that compiling or starting the program raises leaves the cache usable, too.
     """
     started = time.perf_counter()
     proposal = propose(
@@ -130,13 +131,18 @@ def prefill(
     planned = time.perf_counter()
     logits = hidden = None
     if model is not None:
-        logits, hidden, proposal = start_computing(model, proposal, keep_hidden=keep_hidden)
+        try:
+            logits, hidden, proposal = start_computing(model, proposal, keep_hidden=keep_hidden)
+        except BaseException:  # no memory, say: the books are as they were, but for the step
+            cache.tree.clock[...] = cache.clock
+            raise
     admission = settle(proposal)  # while the device computes
     if logits is not None:
         logits = jax.block_until_ready(logits)
     computed = time.perf_counter()
     timings = {"plan_ms": 1e3 * (planned - started), "prefill_ms": 1e3 * (computed - planned)}
-    return PrefillResult(logits, admission.cache, admission.request, timings, hidden)
+    request = admission.request if logits is None else kept_if_finite(admission.request, logits)
+    return PrefillResult(logits, admission.cache, request, timings, hidden)
 
 
 def start_computing(
@@ -241,6 +247,20 @@ def settle(proposal: Proposal) -> Admission:
     return Admission(cache, request, proposal.placement, proposal.blocks)
 
 
+def keep_nothing(request: Request) -> Request:
+    """The request, to end without leaving its rows behind."""
+    return dataclasses.replace(request, policy=dataclasses.replace(request.policy, register=False))
+
+
+def kept_if_finite(request: Request, logits: Float[Array, " V"]) -> Request:
+    """The request, which keeps its rows only if its prompt's ``logits`` are finite.
+
+    One that went wrong makes NaN of what attends to it and, within its block, of tokens to its left: kept, all of them
+    would do so to every prompt that is served from them.
+    """
+    return request if np.isfinite(np.max(np.asarray(logits))) else keep_nothing(request)
+
+
 def complete(cache: ContentCache, request: Request, generated: np.ndarray | None = None) -> ContentCache:
     """Ends a request: its rows become findable (or are given back, if the policy keeps none). Works in place.
 
@@ -319,11 +339,9 @@ def _plan_within_pool(
 
 def check_prompt(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: int) -> Int32[np.ndarray, " T"]:
     """The prompt as int32; raises ``ValueError`` for one that ``prefill`` cannot serve."""
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 1 or tokens.size == 0:
-        raise ValueError(f"tokens has shape {tokens.shape}; a prompt needs at least one token, as a 1-d array of ids")
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"tokens has dtype {tokens.dtype}; a prompt is made of integer token ids")
+    tokens = as_token_ids("tokens", tokens)
+    if tokens.size == 0:
+        raise ValueError(f"tokens has shape {tokens.shape}; a prompt needs at least one token")
     limit = cache.config.max_prompt_tokens
     if tokens.size > limit:
         raise ValueError(f"tokens holds {tokens.size} tokens, more than max_prompt_tokens={limit}; raise it or shorten")
@@ -348,6 +366,16 @@ def check_storage(config: CacheConfig, policy: Policy) -> None:
             f"policy={policy.name!r} serves keys where they were computed, which storage='unrotated' does not know; "
             "use storage='base'"
         )
+
+
+def as_token_ids(field: str, tokens: np.ndarray) -> Integer[np.ndarray, " T"]:
+    """``tokens`` as an array; raises ``ValueError`` for what is no row of integers (nothing at all is one)."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1:
+        raise ValueError(f"{field} has shape {ids.shape}; give a 1-d array of token ids")
+    if ids.size and not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{field} has dtype {ids.dtype}; give integer token ids")
+    return ids
 
 
 def check_token_ids(tokens: np.ndarray, model: Any) -> None:

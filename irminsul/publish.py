@@ -11,7 +11,7 @@ from irminsul.cache import ContentCache
 from irminsul.commit import PoolTooSmallError
 from irminsul.content import read_content
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import Request, check_prompt, prefill
+from irminsul.prefill import Request, as_token_ids, check_prompt, prefill
 from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path
 from irminsul.store import Store
 from irminsul.tiers import end_request
@@ -40,7 +40,8 @@ def publish(
       As ``prefill``, for the first text that cannot be published; those before it are.
     """
     for text in texts or [np.zeros(0, np.int32)]:
-        tokens = np.concatenate([context, text]).astype(np.int32)
+        parts = [as_token_ids("context", context), as_token_ids("text", text)]
+        tokens = np.concatenate([part for part in parts if part.size] or [np.zeros(0, np.int32)])
         result = prefill(
             model, cache, tokens, ALONE, namespace=namespace, adapter=adapter, mode=mode, context="published"
         )

@@ -37,7 +37,7 @@ def check_rotation(model: Any, config: CacheConfig) -> float:
     larger relative difference.
 
     Raises:
-      RotationError: if either is more than rounding.
+      RotationError: if either is more than rounding, or the model computes nothing finite.
     """
     shift = min(SHIFT, model.uniform_positions - CONTEXT - 1 - START)
     near, fresh, moved = (
@@ -50,6 +50,8 @@ def check_rotation(model: Any, config: CacheConfig) -> float:
         max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(other, fresh, strict=True))
         for other in (near, moved)
     ]
+    if not np.isfinite(np.concatenate([np.ravel(part) for part in fresh])).all():
+        raise RotationError("the model's output is not finite on the self-test's tokens; check its weights and dtype")
     causes = (
         f"queries and cached keys are turned by different rules: the same tokens {shift} positions on",
         f"R(delta) does not compose: a token behind rows moved by {shift} positions",

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Real
 
 QUANTISED = ("float8_e4m3fn", "int8")
+ROW_DTYPES = ("float32", "bfloat16", "float16", *QUANTISED)
 KEY_DTYPE = jnp.bfloat16
 
 

@@ -1,5 +1,7 @@
 """Choosing the next token: greedy, temperature, nucleus."""
 
+from collections.abc import Collection
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -15,7 +17,7 @@ class Sampling:
     seed: Int[Array, " B"]
 
 
-def check_sampling(temperature: float, top_p: float, seed: int) -> None:
+def check_sampling(temperature: float, top_p: float, seed: int, stop_tokens: Collection[int] = ()) -> None:
     """Raises ``ValueError`` for a parameter out of its range."""
     if not temperature >= 0:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or positive")
@@ -23,6 +25,8 @@ def check_sampling(temperature: float, top_p: float, seed: int) -> None:
         raise ValueError(f"top_p={top_p} must lie in (0, 1]; 1 keeps all tokens")
     if not -(2**31) <= seed < 2**31:
         raise ValueError(f"seed={seed} must fit into 32 bits")
+    if not isinstance(stop_tokens, Collection):
+        raise ValueError(f"stop_tokens={stop_tokens!r} must be a tuple of token ids; write ({stop_tokens!r},) for one")
 
 
 def sample(logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, " B"]) -> Int[Array, " B"]:

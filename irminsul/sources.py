@@ -14,7 +14,7 @@ from jaxtyping import Int32
 
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
-from irminsul.cache_key import Context, request_key
+from irminsul.cache_key import Context, check_names, request_key
 from irminsul.content import PromptContent, read_content
 from irminsul.page_tree import Piece
 from irminsul.plan import Readable, Span, exact_prefix, path_end
@@ -117,7 +117,12 @@ def sources_of(
     shared: tuple[str, ...] = (),
     context: Context = "private",
 ) -> Sources:
-    """What ``prefill`` serves a request with these arguments from."""
+    """What ``prefill`` serves a request with these arguments from.
+
+    Raises:
+      ValueError: for names that are none.
+    """
+    check_names(namespace, adapter, shared)
     key, *published = (
         request_key(cache, model, name, adapter, policy.bitwise, mode, kind)
         for name, kind in [(namespace, context), *((name, "published") for name in shared)]

@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from irminsul.batching import Batcher
 from irminsul.blocks import blocks_for
 from irminsul.cache import CacheConfig, ConsumedError, new_cache
+from irminsul.cache_key import check_names
 from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.decode import advance, start_decoding
 from irminsul.engine import Engine
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import complete, prefill
+from irminsul.prefill import as_token_ids, complete, prefill
+from irminsul.sampling import check_sampling
 from models import families
 from tests.irminsul.conftest import TINY_MLA
 from tests.irminsul.serving import random_tokens
@@ -164,12 +167,35 @@ def test_without_donation_the_old_cache_stays_usable(config):
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"seed": 2**31}, "seed=2147483648 must fit into 32 bits"),
         ({"continuation": np.array([3, 211])}, "id 211, outside 0..210"),
+        ({"continuation": np.array([[3], [5]])}, r"continuation has shape \(2, 1\)"),
+        ({"continuation": np.array([3.5])}, "continuation has dtype float64"),
         ({"max_new_tokens": 32}, "new_tokens=32"),
     ],
 )
 def test_generation(short_model, cache, options, match):
     engine = Engine(short_model, cache, get_policy("irminsul"), "fast")
     assert_refused(cache, ValueError, match, lambda: engine.serve(random_tokens(1, 50), **options))
+    assert engine.cache is cache
+    if "continuation" not in options:
+        options = {"max_new_tokens": 1, **options}
+        batcher = Batcher(short_model, cache, get_policy("irminsul"), "fast", [None], 64, keep_logits=False)
+        assert_refused(cache, ValueError, match, lambda: batcher.submit(random_tokens(1, 50), **options))
+        assert not batcher.busy
+
+
+def test_publishing_nothing(short_model, cache):
+    engine = Engine(short_model, cache, get_policy("irminsul"), "fast")
+    nothing = np.zeros(0, np.int32)
+    assert_refused(cache, ValueError, "at least one token", lambda: engine.publish(nothing, namespace="docs"))
+
+
+def test_a_program_that_cannot_start_leaves_the_cache_usable(short_model, cache, monkeypatch):
+    def run_prefill(*_, **__):
+        raise MemoryError("no memory for this program")
+
+    monkeypatch.setattr("irminsul.prefill.run_prefill", run_prefill)
+    engine = Engine(short_model, cache, get_policy("irminsul"), "fast")
+    assert_refused(cache, MemoryError, "no memory", lambda: engine.serve(random_tokens(1, 50)))
     assert engine.cache is cache
 
 
@@ -197,11 +223,18 @@ def unchecked(config, **fields):
         (lambda: CacheConfig(num_pages=3, page_size=0), "page_size=0"),
         (lambda: CacheConfig(num_pages=3, max_prompt_tokens=0), "max_prompt_tokens=0"),
         (lambda: CacheConfig(num_pages=3, max_new_tokens=-1), "max_new_tokens=-1"),
+        (lambda: CacheConfig(num_pages=3, dtype="bf16"), "dtype='bf16' is unknown; choose one of float32, bfloat16"),
         (lambda: unchecked(CacheConfig(num_pages=3), storage="rotated"), "storage='rotated' is unknown; choose"),
         (
             lambda: inspect.unwrap(blocks_for)(None, "quick"),
             "mode='quick' is unknown; choose 'deterministic' or 'fast'",
         ),
+        (lambda: inspect.unwrap(check_names)(None, "", ()), "namespace=None must be a string"),
+        (lambda: inspect.unwrap(check_names)("a", 3, ()), "adapter=3 must be a string"),
+        (lambda: inspect.unwrap(check_names)("a", "", "docs"), r"shared='docs' must be .* write \('docs',\) for one"),
+        (lambda: inspect.unwrap(check_sampling)(0.0, 1.0, 0, 3), r"stop_tokens=3 must be .* write \(3,\) for one"),
+        (lambda: inspect.unwrap(as_token_ids)("context", [3.5]), "context has dtype float64; give integer token ids"),
+        (lambda: inspect.unwrap(get_policy)(None), "policy=None is neither a Policy nor a name; choose one of full"),
         (lambda: ChunkingConfig(min_tokens=200), "min_tokens, mean_tokens, max_tokens = 200, 128, 512"),
         (lambda: ChunkingConfig(segment_mean=100), "segment_mean = 100"),
         (lambda: ChunkingConfig(anchor_window=33), "anchor_window = 33"),

@@ -1,5 +1,7 @@
 """Requests end to end on a tiny model: decoding, cold and warm runs, memory pressure, compilations, sampling."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,6 +133,26 @@ def test_a_consumer_that_fails_leaves_the_engine_usable(engine):
     response = served.serve(prompt, max_new_tokens=5, on_token=heard.append)
     assert response.bins["exact"] == 89
     assert heard == response.tokens == engine("full").serve(prompt, max_new_tokens=5).tokens
+
+
+def test_rows_that_went_wrong_are_kept_by_nobody(engine):
+    """NaN in a prompt, or in an answer alone, and then weights as they were: computed anew, finite, and then found."""
+    served, prompt = engine(), random_tokens(9, 90)
+    sound, broken = served.model, jax.tree.map(lambda x: x * jnp.nan, served.model)
+    expected = engine("full").serve(prompt).logits
+    served.model = broken
+    assert np.isnan(served.serve(prompt, max_new_tokens=3).logits).all()
+    served.model = sound
+    response = served.serve(prompt)
+    assert response.bins["exact"] == 0
+    np.testing.assert_array_equal(response.logits, expected)
+    assert served.serve(prompt).bins["exact"] == 89
+    for weights, kept in ((broken, 0), (sound, 2)):
+        served = engine("prefix")
+        change = partial(lambda served, weights, _: setattr(served, "model", weights), served, weights)
+        tokens = served.serve(prompt, max_new_tokens=3, on_token=change).tokens
+        served.model = sound
+        assert served.serve(np.concatenate([prompt, tokens])).bins["exact"] == 90 + kept
 
 
 def test_a_stop_token_ends_the_response_and_is_part_of_it(engine):
