@@ -100,6 +100,10 @@ class ContentCache:
     config: CacheConfig = struct.field(pytree_node=False)
     provenance: Provenance = struct.field(pytree_node=False, default_factory=Provenance)
 
+    def __repr__(self) -> str:
+        pages = f"{self.config.num_pages} pages of {self.config.page_size} rows"  # and not what is in them
+        return f"ContentCache({pages}, {len(self.namespaces)} namespaces, clock={self.clock})"
+
     def require_alive(self) -> None:
         """Raises ``ConsumedError`` if a step has taken this cache over."""
         if self.clock != int(self.tree.clock) or (self.pool is not None and self.pool.is_deleted()):

@@ -45,17 +45,19 @@ class Backend:
         """Opens a URL (a folder is ``file:///path/``) or takes an open tensorstore ``KvStore``.
 
         Raises:
-          ValueError: for a URL tensorstore does not know.
+          ValueError: for a URL tensorstore does not know, or cannot write to.
           StoreLockedError: if ``write`` and another process writes a ``file://`` store.
         """
         if isinstance(store, str):
-            if not store.endswith("/"):
-                store += "/"
-            store = tensorstore.KvStore.open(store).result()
+            store = _open(store if store.endswith("/") else f"{store}/")
         self._kv = store
         self.write_allowed = write
         self._lock: int | None = None
         spec = store.spec().to_json()
+        if write and spec.get("driver") == "http":
+            raise ValueError(
+                f"store={store.url!r} can only be read; write to file://, gs:// or s3://, or use write=False"
+            )
         if write and spec.get("driver") == "file":
             self._lock = _lock_folder(spec["path"])
             for left in Path(spec["path"]).rglob(f"*{UNFINISHED}"):
@@ -137,6 +139,15 @@ class Backend:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def _open(url: str) -> tensorstore.KvStore:
+    try:
+        return tensorstore.KvStore.open(url).result()
+    except ValueError as error:
+        raise ValueError(
+            f"store={url!r} is no URL of a store; write file:///folder/, gs://bucket/ or s3://bucket/"
+        ) from error
 
 
 def _lock_folder(folder: str) -> int:

@@ -129,6 +129,10 @@ class Model:
     family: Family = struct.field(pytree_node=False)
     digest: str = struct.field(pytree_node=False)
 
+    def __repr__(self) -> str:
+        count = sum(getattr(leaf, "size", 0) for leaf in jax.tree.leaves(self.params))  # and not the weights themselves
+        return f"Model({self.family.name}, {count:,} parameters, digest={self.digest!r})"
+
     def forward(
         self, tokens: Int[Array, " M"], positions: Int[Array, " M"], kv: Any
     ) -> tuple[Float[Array, "M D"], Any]:

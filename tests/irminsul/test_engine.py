@@ -155,6 +155,14 @@ def test_rows_that_went_wrong_are_kept_by_nobody(engine):
         assert served.serve(np.concatenate([prompt, tokens])).bins["exact"] == 90 + kept
 
 
+def test_an_engine_prints_in_a_few_lines(engine):
+    text = repr(engine())
+    assert len(text) < 1000
+    assert "parameters" in text
+    assert f"{CONFIG.num_pages} pages" in text
+    assert "array([[" not in text
+
+
 def test_a_stop_token_ends_the_response_and_is_part_of_it(engine):
     prompt = random_tokens(8, 90)
     tokens = engine().serve(prompt, max_new_tokens=9).tokens

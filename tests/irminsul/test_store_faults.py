@@ -151,6 +151,18 @@ def test_a_closed_store_says_so(model, config, empty):
         serve_stored(model, store, empty(), PROMPT)
 
 
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [("rows", "store='rows/' is no URL of a store; write file:///"), ("http://localhost/rows", "can only be read")],
+)
+def test_a_url_that_cannot_be_written_is_refused(model, config, url, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        Store(url, model, config)
+    assert "\n" not in str(caught.value)
+    if "http" in url:
+        Store(url, model, config, write=False).close()
+
+
 def test_a_crash_at_any_write_leaves_a_readable_store(model, config, empty, monkeypatch):
     """The n-th object and all behind it are never written, for every n: what is there is served, right and in part."""
     tokens = random_tokens(2, 45)
