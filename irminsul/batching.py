@@ -2,13 +2,14 @@
 (Sarathi, Agrawal et al., arXiv 2308.16369).
 
 A step draws one token of every running request, in one compiled program of a fixed number of slots, and computes the
-next blocks of at most one prompt. So a long prompt delays nobody by more than a piece, and no shape depends on who is
-running: nothing is compiled after the first request of each kind of step.
+next blocks of at most one prompt, or one block that several short ones share (``together.py``). So a long prompt delays
+nobody by more than a piece, and no shape depends on who is running: nothing is compiled after the first request of each
+kind of step.
 
 Rows of different requests share a pool and nothing else: each slot attends through its own page table, and a slot that
 is idle writes nowhere. In *deterministic* mode an answer has the bits it has when nobody else is served. The rows of a
-prompt can be found as soon as they are computed, so of requests with one beginning only the first computes it. Where
-there is a store, it reads for those in line while others are served.
+prompt can be found as soon as they are computed, so of requests with one beginning only the first computes it, unless
+they share a block. Where there is a store, it reads for those in line while others are served.
 """
 
 import dataclasses
@@ -35,7 +36,6 @@ from irminsul.forget import Forgotten, require_forgettable
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import (
     Admission,
-    Request,
     admit,
     check_prompt,
     check_storage,
@@ -50,6 +50,8 @@ from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from irminsul.store import Store
 from irminsul.ticket import Ticket, sampling_of
 from irminsul.tiers import end_request, forget_everywhere, open_store
+from irminsul.together import fits, pack_together, run_together
+from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
 
 READ_AHEAD = 4  # requests in line for which a store reads
 
@@ -68,6 +70,8 @@ class Batcher:
       tickets: every request by number, until ``take`` hands it out.
       ahead: what is still to be computed behind the sink for the first in line; None before it was looked at.
       blocked: the first in line waits for pages, and nobody has given any back since.
+      together, segment: so many prompts share a block where each leaves at most ``segment`` tokens to compute.
+      sharing: those of the next such block; empty between steps.
       line: what the store reads for those in line.
     """
 
@@ -86,6 +90,9 @@ class Batcher:
     ahead: deque[np.ndarray] | None = None
     blocked: bool = False
     submitted: int = 0
+    together: int = 1
+    segment: int = 512
+    sharing: list[Prefilling] = dataclasses.field(default_factory=list)
     line: LineReader | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -104,13 +111,16 @@ class Batcher:
         prefill_tokens: int = 0,
         keep_logits: bool = False,
         store: Store | str | None = None,
+        together: int = 1,
+        segment: int = 512,
     ) -> "Batcher":
         """A batcher with an empty cache. ``prefill_tokens`` 0 means the largest block of ``mode``; ``store`` is as for
-        ``Engine.create``.
+        ``Engine.create``. Where up to ``together`` prompts in line leave at most ``segment`` tokens each, they share a
+        block: worth it where reading the weights is what few tokens cost, as on a GPU.
 
         Raises:
-          ValueError: for an unknown policy or mode, no slot, pieces that are not whole blocks, or a store of another
-            cache format.
+          ValueError: for an unknown policy or mode, no slot, pieces that are not whole blocks, a store of another cache
+            format, or prompts that share blocks in deterministic mode, over a mesh or by segments beyond a piece.
           RotationError: if the model's keys cannot be moved by its rotary table.
           StoreLockedError: if another process writes the store.
         """
@@ -122,10 +132,20 @@ class Batcher:
             raise ValueError(f"slots={slots} must be at least 1")
         if prefill_tokens % largest:
             raise ValueError(f"prefill_tokens={prefill_tokens} must be a multiple of {largest}, the largest block")
+        if together > 1 and (mode == "deterministic" or split_axes(SEQUENCE, TENSOR)):
+            raise ValueError(
+                f"together={together} computes prompts in one block, whose bits depend on neighbours and which reads "
+                "one device's pool; use mode='fast' without a mesh, or together=1"
+            )
+        if together > 1 and segment > prefill_tokens:
+            raise ValueError(f"segment={segment} must be at most prefill_tokens={prefill_tokens}")
         check_rotation(model, config)
         below = open_store(store, model, config)
-        cache = new_cache(config, model.row_format)
-        return cls(model, cache, policy, mode, [None] * slots, prefill_tokens, keep_logits, below)
+        batch = cls(
+            model, new_cache(config, model.row_format), policy, mode, [None] * slots, prefill_tokens, keep_logits, below
+        )
+        batch.together, batch.segment = together, segment
+        return batch
 
     def submit(
         self,
@@ -174,7 +194,10 @@ class Batcher:
         self._decode()
         if self.prefilling is None:
             self._admit()
-        if self.prefilling is not None:
+            self._admit_neighbours()
+        if self.sharing:
+            self._prefill_shared()
+        elif self.prefilling is not None:
             self._prefill_piece(self.prefilling)
         if self.line is not None:  # while the device computes
             waiting = islice(self.waiting, READ_AHEAD)
@@ -270,16 +293,18 @@ class Batcher:
     def _admit(self) -> None:
         """Plans the first in line, if there is a slot for it, room for its pages, and what is stored of it is read.
 
-        One prompt at a time: a plan may follow the tree into pages whose rows are not computed yet.
+        One prompt at a time, or those of one block and the next: a plan may follow the tree into pages whose rows are
+        not computed yet.
         """
-        if not self.waiting or None not in self.slots or self.blocked:
+        if not self.waiting or self.slots.count(None) <= len(self.sharing) or self.blocked:
             return
+        others = any(self.slots) or bool(self.sharing)
         number = self.waiting[0]
         ticket = self.tickets[number]
         if ticket.status == "queued":
             ticket.mark("queue_ms")
         if self.line is not None and not self.ahead:
-            cache = self.line.bring(self.cache, number, ticket, others=any(self.slots))
+            cache = self.line.bring(self.cache, number, ticket, others=others)
             if cache is None:
                 return
             self.cache = cache
@@ -289,7 +314,7 @@ class Batcher:
             if admission is None:
                 admission = self._admit_prompt(ticket)
         except PoolTooSmallError as error:
-            self.blocked = any(map(bool, self.slots))
+            self.blocked = others
             if not self.blocked:  # nobody whose pages could come free
                 self.counters += one_refused()
                 self._leave_line()
@@ -303,6 +328,18 @@ class Batcher:
             ticket.bins, ticket.bin_of_token = admission.request.plan.bins, admission.request.plan.bin_of_token
             ticket.request = admission.request.clock
             self.counters += of_request(admission.request)
+
+    def _admit_neighbours(self) -> None:
+        """Admits those in line as long as they fit into the block of the prompt that was just admitted. One that does
+        not is computed behind it."""
+        while self.together > 1 and (one := self.prefilling) is not None and not one.ahead:
+            if not fits(one.admission, self.segment):
+                return
+            self.sharing.append(one)
+            self.prefilling = None
+            if len(self.sharing) == self.together:
+                return
+            self._admit()
 
     def _leave_line(self) -> None:
         self.waiting.popleft()
@@ -335,7 +372,7 @@ class Batcher:
                 try:
                     admission = admit(self.model, self.cache, self.ahead[0], ALONE, context="isolated", **who)
                 except PoolTooSmallError:
-                    if any(self.slots):
+                    if any(self.slots) or self.sharing:
                         raise
                     self.ahead.clear()
                     break
@@ -355,33 +392,55 @@ class Batcher:
         self.cache = dataclasses.replace(self.cache, pool=pool)
         if not prefilling.finished:
             return
-        self.prefilling = None
+        if self.prefilling is prefilling:
+            self.prefilling = None
         if prefilling.ahead:
             self._end_ahead(prefilling)
         else:
-            share_prompt(self.cache, admission.request)
-            self._start(prefilling.number, admission.request, logits)
+            self._start([prefilling], [logits])
+
+    def _prefill_shared(self) -> None:
+        """Computes the block of those who share one; a single one takes a block of its own size."""
+        sharing, self.sharing = self.sharing, []
+        if len(sharing) == 1:
+            self._prefill_piece(sharing[0])
+            return
+        config = self.cache.config
+        batch = pack_together([one.admission for one in sharing], self.together, self.segment)
+        logits, pool = run_together(
+            self.model, self.cache.pool, batch, most_rows=config.max_prompt_tokens, storage=config.storage
+        )
+        self.cache = dataclasses.replace(self.cache, pool=pool)
+        self._start(sharing, list(logits))
 
     def _end_ahead(self, prefilling: Prefilling) -> None:
         """Keeps the rows of a chunk that was computed behind the sink."""
         sink = canonical_sink(self.model, self.policy)
         self.cache = end_isolated(self.store, self.cache, prefilling.admission.request, sink)
 
-    def _start(self, number: int, request: Request, logits: jax.Array) -> None:
-        """Gives a slot to a request whose prompt is computed, and draws its first token."""
-        ticket, slot = self.tickets[number], self.slots.index(None)
-        table = PageTableWriter.of(request, self.cache.config.table_entries)
-        ticket.status = "running"
-        self.slots[slot] = running = Running(number, request, table, [], -1, np.zeros(0, np.float32))
-        if not ticket.max_new_tokens:
+    def _start(self, computed: Sequence[Prefilling], logits: Sequence[jax.Array]) -> None:
+        """Gives slots to requests whose prompts are computed, then draws the first token of each."""
+        started = []
+        for one in computed:
+            request, slot = one.admission.request, self.slots.index(None)
+            share_prompt(self.cache, request)
+            table = PageTableWriter.of(request, self.cache.config.table_entries)
+            self.tickets[one.number].status = "running"
+            self.slots[slot] = running = Running(one.number, request, table, [], -1, np.zeros(0, np.float32))
+            started.append((slot, running))
+        for (slot, running), own in zip(started, logits, strict=False):
+            if self.slots[slot] is not running:  # cancelled by another's ``choose``
+                continue
+            ticket = self.tickets[running.number]
+            if not ticket.max_new_tokens:
+                ticket.mark("ttft_ms")
+                self._release(slot)
+                ticket.end("done")
+                continue
+            position = jax.device_put(np.asarray([running.request.plan.length], np.int32))
+            proposal = int(sample_step(own[None], sampling_of([ticket]), position)[0])
+            self._propose(slot, running, proposal, np.asarray(own))
             ticket.mark("ttft_ms")
-            self._release(slot)
-            ticket.end("done")
-            return
-        position = jax.device_put(np.asarray([request.plan.length], np.int32))
-        proposal = int(sample_step(logits[None], sampling_of([ticket]), position)[0])
-        self._propose(slot, running, proposal, np.asarray(logits))
-        ticket.mark("ttft_ms")
 
     def _propose(self, slot: int, running: Running, drawn: int, logits: np.ndarray) -> None:
         """Notes the token for the next place of a request: what was drawn, unless the request chooses itself."""

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from irminsul import together
+from irminsul.batching import Batcher
 from irminsul.cache import CacheConfig, new_cache
+from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill
 from models import random_model
 from tests.irminsul.conftest import SMALL_CHUNKS
@@ -48,6 +50,35 @@ def test_prompts_of_one_block_get_what_they_get_alone(name, model):
     assert not cache.in_flight.any()
 
 
+def test_a_batch_serves_short_prompts_in_one_block(model):
+    """Each gets what it gets alone, long prompts behind them, too."""
+    document = random_tokens(0, 250)
+    prompts = [
+        np.concatenate([random_tokens(20 + one, 17), document, random_tokens(one, 20 + one)]) for one in (3, 4, 5)
+    ]
+    prompts += [random_tokens(7, 203), random_tokens(8, 31)]
+    served = {}
+    for count in (1, 3):
+        # In deterministic mode for its small blocks; ``create`` would refuse it.
+        batch = Batcher(model, warm(model, document), get_policy("irminsul"), "deterministic", [None] * 5, 128, True)
+        batch.together, batch.segment = count, 101
+        tickets = [batch.tickets[batch.submit(prompt, max_new_tokens=3)] for prompt in prompts]
+        batch.step()
+        assert [ticket.status for ticket in tickets] == [*["running"] * count, *["queued"] * (5 - count)]
+        batch.run()
+        served[count] = tickets
+        # One cancels the other as it draws its first token, when both are computed.
+        batch.submit(random_tokens(9, 13), max_new_tokens=1, choose=lambda _, batch=batch: batch.cancel(6) or 5)
+        batch.submit(random_tokens(10, 13), max_new_tokens=1)
+        batch.run()
+        assert [batch.tickets[number].status for number in (5, 6)] == ["done", "cancelled"]
+        assert not batch.cache.in_flight.any()
+    assert sum(ticket.bins["shifted"] for ticket in served[3]) > 600
+    for one, other in zip(served[1], served[3], strict=True):
+        assert (one.tokens, one.bins) == (other.tokens, other.bins)
+        assert_close(np.asarray(other.step_logits), np.asarray(one.step_logits))
+
+
 def warm(subject, document):
     result = prefill(subject, new_cache(CONFIG, subject.row_format), document, mode="deterministic")
     return complete(result.cache, result.request)
@@ -55,6 +86,8 @@ def warm(subject, document):
 
 def test_a_pool_over_several_devices_is_refused(monkeypatch, model):
     monkeypatch.setattr(together, "split_axes", lambda *names: ("sequence",))
+    with pytest.raises(ValueError, match=r"together=2 .* use mode='fast' without a mesh"):
+        Batcher.create(model, CONFIG, mode="deterministic", together=2)
     with pytest.raises(
         NotImplementedError, match=r"split over the mesh axes \('sequence',\); serve prompts one by one"
     ):
