@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 from flax import struct
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int32
 
 from irminsul.eviction import Eviction, eviction_keys
 
@@ -290,20 +290,29 @@ def _agree(
     from_end: bool = False,
 ) -> Bool[np.ndarray, " n"]:
     """Which tokens of ``prompt`` equal the row they meet: the first of the ranges, or the last with ``from_end``."""
-    rows = _rows_of(pages, begins, ends, tree.page_size)
-    rows = rows[len(rows) - len(prompt) :] if from_end else rows[: len(prompt)]
-    agree = tree.tokens.reshape(-1)[rows] == prompt
-    return agree & tree.pure.reshape(-1)[rows] if pure else agree
+    ranges = _row_ranges(pages, begins, ends, tree.page_size)
+
+    def rows(column: np.ndarray) -> np.ndarray:
+        column = column.reshape(-1)
+        found = np.concatenate([column[begin:end] for begin, end in ranges])
+        return found[len(found) - len(prompt) :] if from_end else found[: len(prompt)]
+
+    agree = rows(tree.tokens) == prompt
+    return agree & rows(tree.pure) if pure else agree
 
 
-def _rows_of(pages: list[int], begins: list[int], ends: list[int], page_size: int) -> Int64[np.ndarray, " n"]:
-    """Row numbers, counted through all pages, of row ranges one after the other."""
-    if len(pages) == 1:
-        return np.arange(begins[0], ends[0]) + pages[0] * page_size
-    first, end = np.array(begins), np.array(ends)
-    counts = end - first
-    starts = np.array(pages) * page_size + first - (np.cumsum(counts) - counts)
-    return np.repeat(starts, counts) + np.arange(counts.sum())
+def _row_ranges(pages: list[int], begins: list[int], ends: list[int], page_size: int) -> list[tuple[int, int]]:
+    """Row numbers, counted through all pages, of row ranges one after the other: as few as there are, since a prompt
+    that found free pages has neighbours, and all but a segment's last are full."""
+    ranges: list[tuple[int, int]] = []
+    first = last = -1
+    for page, begin, end in zip(pages, begins, ends, strict=True):
+        start = page * page_size
+        if start + begin != last:
+            ranges.append((first, last))
+            first = start + begin
+        last = start + end
+    return [*ranges[1:], (first, last)]
 
 
 def _ancestors(tree: PageTree, page: int, row_end: int, count: int, rows: int) -> tuple[list[int], list[int]]:

@@ -8,7 +8,8 @@ names its fresh pages ``0 .. k-1``; ``assign`` puts pool pages in their place on
 import bisect
 import dataclasses
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import chain, repeat
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +85,7 @@ def place(tree: PageTree, plan: ReusePlan, *, rotate: bool, extra_tokens: int = 
         write_page=write_page,
         write_row=write_row,
         write_position=positions,
-        entries=np.asarray(builder.entries, np.int32).reshape(-1, 5),
+        entries=np.fromiter(chain.from_iterable(builder.entries), np.int32).reshape(-1, 5),
         private=np.zeros(0, np.int32),
     )
 
@@ -175,9 +176,10 @@ class _Builder:
         for stop in (*self.segment_starts[first:last], end):
             bounds += range(bounds[-1] + self.page_size, stop, self.page_size)
             bounds.append(stop)
-        names = [fresh_name(len(self.fresh) + index) for index in range(len(bounds) - 1)]
-        counts = [stop - begin for begin, stop in pairwise(bounds)]
-        parents, parent_ends = zip(self.left, *zip(names, counts, strict=True), strict=True)
+        first, count = len(self.fresh), len(bounds) - 1
+        names = range(fresh_name(first), fresh_name(first + count), -1)
+        counts = list(map(sub, bounds[1:], bounds))
+        parents, parent_ends = (self.left[0], *names), (self.left[1], *counts)
         none = repeat(0)
         self.fresh += map(_fresh_page, zip(parents, parent_ends, bounds, bounds[1:], none, none, strict=False))
         self.entries += zip(names, none, counts, bounds, bounds, strict=False)
@@ -188,15 +190,13 @@ class _Builder:
 def assign(placement: Placement, pages: np.ndarray) -> Placement:
     """The placement with fresh page ``f``, or private copy ``f - len(fresh)``, replaced by pool page ``pages[f]``."""
 
-    def real(names: np.ndarray) -> np.ndarray:
-        return np.where(names <= FRESH, pages[np.maximum(FRESH - names, 0)], names).astype(np.int32)
-
     if not len(pages):
         return placement
+    names = FRESH - placement.entries[:, 0]
     given = pages.tolist()
     fresh = tuple(
         _fresh_page((given[FRESH - parent] if parent <= FRESH else parent, *rest)) for parent, *rest in placement.fresh
     )
     entries = placement.entries.copy()
-    entries[:, 0] = real(entries[:, 0])
-    return dataclasses.replace(placement, fresh=fresh, write_page=real(placement.write_page), entries=entries)
+    entries[:, 0] = np.where(names >= 0, pages.take(names, mode="clip"), entries[:, 0])
+    return dataclasses.replace(placement, fresh=fresh, write_page=pages[FRESH - placement.write_page], entries=entries)

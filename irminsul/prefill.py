@@ -220,12 +220,11 @@ def propose(
     content = read_content(tokens, cache.config.chunking, key)
     published = readable(cache, sources.published, tokens)
     isolated = isolated_spans(cache, content, policy, sources.isolated)
-    plan, placement, pages, evicted = _plan_within_pool(
+    plan, placement, read, pages, evicted = _plan_within_pool(
         model, cache, content, owner, policy, new_tokens, blocks, published, isolated
     )
-    keep = pages_in_use(cache.tree, plan)
     placement = assign(placement, pages)
-    held = np.concatenate([np.flatnonzero(keep), pages]).astype(np.int32)
+    held = np.concatenate([np.flatnonzero(read), pages]).astype(np.int32)
     pages, private = pages[: len(placement.fresh)], pages[len(placement.fresh) :]
     cache = next_step(cache, donate)
     slots = decode_slots(placement.fresh, pages, plan.length)
@@ -310,8 +309,8 @@ def _plan_within_pool(
     blocks: tuple[Block, ...],
     shared: tuple[Readable, ...],
     isolated: tuple[Span, ...],
-) -> tuple[ReusePlan, Placement, np.ndarray, np.ndarray]:
-    """Plan, placement, and the pages to take and to evict.
+) -> tuple[ReusePlan, Placement, np.ndarray, np.ndarray, np.ndarray]:
+    """Plan, placement, which pages the plan reads (``bool [N]``), and the pages to take and to evict.
 
     The pages a plan reads cannot be evicted for it. Where that leaves too few, shifted spans are refused, and then all
     reuse: a prompt that an empty pool can serve is served.
@@ -329,9 +328,10 @@ def _plan_within_pool(
         plan = with_repairs(model, cache, plan, attempt, blocks)
         placement = place(cache.tree, plan, rotate=policy.rotate, extra_tokens=new_tokens)
         placement = privatise(placement, plan)
-        keep = pages_in_use(cache.tree, plan) | (cache.in_flight > 0)
+        read = pages_in_use(cache.tree, plan)
         try:
-            return plan, placement, *allocate(cache.tree, placement, keep, config.eviction)
+            pages, evicted = allocate(cache.tree, placement, read | (cache.in_flight > 0), config.eviction)
+            return plan, placement, read, pages, evicted
         except PoolTooSmallError as error:
             failure = error
     raise failure
@@ -391,8 +391,8 @@ def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -
     slots = [
         (page, position - record.begin)
         for page, record in zip(pages.tolist(), fresh, strict=True)
-        for position in range(max(length, record.begin), record.end)
         if record.end > length
+        for position in range(max(length, record.begin), record.end)
     ]
     return np.asarray(slots, np.int32).reshape(-1, 2)
 
