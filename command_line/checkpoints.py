@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from absl import flags
 
 import models
-from command_line.command import DONE, FOUND_WANTING, Command, exactly, own_flags, print_json, take_action
+from command_line.command import DONE, FOUND_WANTING, Command, add_dtype, exactly, own_flags, print_json, take_action
 from experiments import report, subjects
 from experiments.errors import InputError
 from irminsul.cache import CacheConfig
 from irminsul.rope import RotationError, check_rotation
+from irminsul.row_quantisation import ROW_DTYPES, bytes_per_token
 from models import checkpoint, convert, families, pretrained, smollm2
 from models.device_plan import device_plan
 from models.families import Family, Model
@@ -46,11 +47,7 @@ def memory_plan(name: str, *, dtype: str, row_dtype: str, memory_gib: float, tok
     family, config = config_of(name)
     row = family.row_format(config)
     parameters = families.parameter_count(families.abstract(family, config, dtype))
-    quantised = row_dtype in ("int8", "float8_e4m3fn")
-    latent_bytes = row.latent_width * jnp.dtype(row_dtype).itemsize + (4 if quantised else 0)
-    key_bytes = row.rope_width * (2 if quantised else jnp.dtype(row_dtype).itemsize)
-    index_bytes = row.index_layers * row.index_width * (2 if quantised else jnp.dtype(row_dtype).itemsize)
-    token_bytes = row.num_layers * (latent_bytes + key_bytes) + index_bytes
+    token_bytes = bytes_per_token(row, row_dtype)
     weights = parameters * jnp.dtype(dtype).itemsize
     plan = {
         "model": name,
@@ -128,10 +125,7 @@ def _millions(count: int | None) -> str:
 def _plan(arguments: list[str], values: flags.FlagValues) -> int:
     (name,) = exactly(arguments, "MODEL")
     sizes = {"dtype": values.dtype, "row_dtype": values.row_dtype or values.dtype}
-    try:
-        plan = memory_plan(name, memory_gib=values.memory_gib, tokens=values.tokens, **sizes)
-    except TypeError as error:
-        raise InputError(f"dtype={values.dtype}, row_dtype={values.row_dtype}: {error}") from error
+    plan = memory_plan(name, memory_gib=values.memory_gib, tokens=values.tokens, **sizes)
     if values.mesh:
         plan |= mesh_plan(name, values.mesh, dtype=values.dtype, memory_gib=values.memory_gib)
     if values.json:
@@ -229,8 +223,9 @@ def _run(arguments: list[str], values: flags.FlagValues) -> int:
 
 def _flags() -> flags.FlagValues:
     values = own_flags()
-    flags.DEFINE_string("dtype", "float32", "of weights and arithmetic", flag_values=values)
-    flags.DEFINE_string("row_dtype", "", "of cached rows, int8 too; that of the weights if empty", flag_values=values)
+    add_dtype(values, "of weights and arithmetic")
+    rows = "of cached rows; that of the weights if none is named"
+    flags.DEFINE_enum("row_dtype", None, ROW_DTYPES, rows, flag_values=values)
     flags.DEFINE_integer("tokens", 100_000, "plan: tokens to keep", lower_bound=1, flag_values=values)
     flags.DEFINE_float("memory_gib", 0.0, "plan: device memory; 0: do not say what fits", flag_values=values)
     axes = "plan: devices along tensor, expert, sequence and data, such as tensor=8"

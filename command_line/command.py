@@ -80,6 +80,11 @@ def own_flags(*, json_output: bool = True) -> flags.FlagValues:
     return values
 
 
+def add_dtype(values: flags.FlagValues, what: str) -> None:
+    """The flag ``--dtype``, of weights."""
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16", "float16"], what, flag_values=values)
+
+
 def print_json(value: Any) -> None:
     """A result as JSON on standard output."""
     print(json.dumps(value, indent=1, ensure_ascii=False, default=str))

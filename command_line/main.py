@@ -32,7 +32,10 @@ def usage() -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    name = arguments[0] if arguments else ""
+    if not arguments:
+        print(usage(), file=sys.stderr)
+        return 2
+    name = arguments[0]
     if name in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -6,10 +6,11 @@ from typing import Any
 
 from absl import flags
 
-from command_line.command import DONE, Command, own_flags
+from command_line.command import DONE, Command, add_dtype, own_flags
 from experiments.errors import InputError
 from irminsul.cache import CacheConfig
 from irminsul.rope import RotationError
+from irminsul.row_quantisation import ROW_DTYPES
 from irminsul.store_backend import StoreLockedError
 
 DEFAULT_MODEL = "smollm2-135m-mla"
@@ -78,8 +79,8 @@ def _run(arguments: list[str], values: flags.FlagValues) -> int:
 def _flags() -> flags.FlagValues:
     values = own_flags(json_output=False)
     flags.DEFINE_string("model", DEFAULT_MODEL, "a checkpoint's name or folder", flag_values=values)
-    flags.DEFINE_string("dtype", "float32", "of weights and arithmetic", flag_values=values)
-    flags.DEFINE_string("row_dtype", "float32", "of cached rows", flag_values=values)
+    add_dtype(values, "of weights and arithmetic")
+    flags.DEFINE_enum("row_dtype", "float32", ROW_DTYPES, "of cached rows", flag_values=values)
     flags.DEFINE_string("host", "127.0.0.1", "address to listen on", flag_values=values)
     flags.DEFINE_integer("port", 8000, "0: any that is free", lower_bound=0, upper_bound=65535, flag_values=values)
     flags.DEFINE_string("policy", "irminsul", "what to reuse", flag_values=values)

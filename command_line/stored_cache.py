@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 from absl import flags
 
-from command_line.command import DONE, FOUND_WANTING, Command, exactly, own_flags, print_json, take_action
+from command_line.command import DONE, FOUND_WANTING, Command, add_dtype, exactly, own_flags, print_json, take_action
 from command_line.store_contents import Contents, copy_objects, read_contents, verify
 from experiments import report, subjects
 from experiments.errors import InputError
@@ -113,7 +113,7 @@ def _run(arguments: list[str], values: flags.FlagValues) -> int:
 def _flags() -> flags.FlagValues:
     values = own_flags()
     flags.DEFINE_string("model", "", "forget: the model whose rows they are", flag_values=values)
-    flags.DEFINE_string("dtype", "float32", "forget: of that model, as it was served", flag_values=values)
+    add_dtype(values, "forget: of that model, as it was served")
     flags.DEFINE_string("namespace", "", "forget: the tenant, as stats shows it", flag_values=values)
     words = "forget: words; every occurrence of their tokens goes, and all that was computed behind it"
     flags.DEFINE_string("text", "", words, flag_values=values)

@@ -30,6 +30,10 @@ def study_config(study: str, settings: list[str]) -> ConfigDict:
     if study not in studies():
         raise InputError(f"study={study!r} is unknown; name one of {', '.join(studies())}")
     config = importlib.import_module(f"experiments.configs.{study}").get_config()
+    for setting in settings:
+        name = setting.removeprefix(SETTING).split("=")[0]
+        if name.split(".")[0] not in config:
+            raise InputError(f"config.{name} is no setting of study {study}; name one of {', '.join(sorted(config))}")
     values = flags.FlagValues()
     argv = ["irminsul", *settings]
     try:
