@@ -11,12 +11,13 @@ rows of the block are written before anything attends.
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
@@ -99,15 +100,39 @@ def pack_together(admissions: Sequence[Admission], count: int, segment: int) -> 
     return PackedBatch(flat, segment, config.table_entries)
 
 
-def compute_together(
+def run_together(
     model: Any, pool: LatentPool, batch: PackedBatch, *, most_rows: int, storage: Storage
 ) -> tuple[Float[Array, "B V"], LatentPool]:
     """Copies pages, then computes the segments of all prompts as one block: logits after the last token of each, and
-    the next pool."""
+    the next pool. The pool is taken over in place.
+
+    Returns before the device is done: there is no loop whose end the host would have to wait for, copies aside.
+    """
+    if np.asarray(batch.flat[:, -1]).any():
+        pool = copy_for_all(pool, batch)
+    return compute_together(model, pool, batch, most_rows=most_rows, storage=storage)
+
+
+@partial(jax.jit, donate_argnames="pool")
+def copy_for_all(pool: LatentPool, batch: PackedBatch) -> LatentPool:
+    """The copies of all prompts, in one loop."""
+    joined, entries = _joined(batch), jnp.arange(batch.entries)[None]
+    before = jnp.cumsum(joined.copy_count) - joined.copy_count
+    place = jnp.where(entries < joined.copy_count[:, None], entries + before[:, None], joined.copy_source.size)
+    source, target = (
+        jnp.zeros_like(pages).at[place.reshape(-1)].set(pages, mode="drop")
+        for pages in (joined.copy_source, joined.copy_target)
+    )
+    return copy_pages(pool, source, target, jnp.sum(joined.copy_count))
+
+
+@partial(jax.jit, static_argnames=("most_rows", "storage"), donate_argnames="pool")
+def compute_together(
+    model: Any, pool: LatentPool, batch: PackedBatch, *, most_rows: int, storage: Storage
+) -> tuple[Float[Array, "B V"], LatentPool]:
+    """``run_together`` where pages are copied, as one compiled program."""
     count, segment = batch.flat.shape[0], batch.capacity
-    each = [dataclasses.replace(batch, flat=flat).unpacked() for flat in jnp.asarray(batch.flat)]
-    joined = jax.tree.map(lambda *parts: jnp.concatenate([part.reshape(-1) for part in parts]), *each)
-    pool = copy_pages(pool, *_joined_copies(joined, batch.entries))
+    joined = _joined(batch)
     table = jax.tree.map(lambda field: field.reshape(count, -1), joined.page_table)
     view = PagedView(
         pool=pool,
@@ -125,20 +150,12 @@ def compute_together(
     view = with_shared_layout(view, model, most_rows=most_rows)
     hidden, view = model.forward(joined.tokens, joined.positions, view)
     last = jnp.maximum(joined.count, 1) - 1 + segment * jnp.arange(count, dtype=jnp.int32)
-    return model.unembed(hidden[last]), view.finished_pool()
+    # A single row by itself: for a matrix of one XLA would write the head out in float32 first.
+    logits = model.unembed(hidden[last]) if count > 1 else model.unembed(hidden[last[0]])[None]
+    return logits, view.finished_pool()
 
 
-def _joined_copies(joined: PrefillBatch, entries: int) -> tuple[Int[Array, " K"], Int[Array, " K"], Int[Array, ""]]:
-    """Copies of all prompts one behind the other, for one loop: the host waits for the condition of each."""
-    before = jnp.cumsum(joined.copy_count) - joined.copy_count
-    place = jnp.arange(entries)[None] + before[:, None]
-    place = jnp.where(jnp.arange(entries)[None] < joined.copy_count[:, None], place, joined.copy_source.size)
-    source, target = (
-        jnp.zeros_like(pages).at[place.reshape(-1)].set(pages, mode="drop")
-        for pages in (joined.copy_source, joined.copy_target)
-    )
-    return source, target, jnp.sum(joined.copy_count)
-
-
-run_together = jax.jit(compute_together, static_argnames=("most_rows", "storage"), donate_argnames=("pool",))
-"""``compute_together`` as one compiled program, the pool in place."""
+def _joined(batch: PackedBatch) -> PrefillBatch:
+    """Every field of all prompts, one behind the other."""
+    each = [dataclasses.replace(batch, flat=flat).unpacked() for flat in jnp.asarray(batch.flat)]
+    return jax.tree.map(lambda *parts: jnp.concatenate([part.reshape(-1) for part in parts]), *each)

@@ -5,12 +5,13 @@ for every key head and no rotary part apart.
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention_reach import Distances
 from pallas_kernels.packed_rows import PackedRows, rows_of_table
 from pallas_kernels.page_table import PageTable, Storage
-from pallas_kernels.rotary import RotaryTable, rotate
+from pallas_kernels.rotary import RotaryTable, apply_rotation, cos_sin
 from pallas_kernels.rotated_latent_attention.expanded_hopper import (
     MAX_PROJECTED_BYTES,
     ROWS_AT_ONCE,
@@ -52,7 +53,10 @@ def rotated_grouped_attention(
             jnp.where(seen, pages[layer, page, row], 0).reshape(-1, key_heads, width)
             for pages in (key_pages, value_pages)
         )
-        return rotate(key, delta, rotary), None, value
+        # Written out, since all heads share them: looked up anew by every value of a key they cost more than its bytes.
+        factors = lax.optimization_barrier(cos_sin(rotary, delta))
+        turned = apply_rotation(key, *(factor[:, None] for factor in factors), rotary.interleaved)
+        return jnp.where(delta[:, None, None] == 0, key, turned), None, value
 
     row_bytes = 2 * key_heads * width * query.dtype.itemsize
     if packed is None:
