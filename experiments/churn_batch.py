@@ -6,6 +6,7 @@ served holds them. The cache is the worker's own, and its other requests may be 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -114,11 +115,11 @@ class WatchedBatcher(Batcher):
         if self.prefilling is not None:
             self.churn.ledger.admitted(self.prefilling.admission.request)
 
-    def _end_ahead(self, prefilling: Prefilling) -> None:
+    def _end_ahead(self, prefilling: Prefilling, logits: jax.Array) -> None:
         churn, request = self.churn, prefilling.admission.request
         result = PrefillResult(None, self.cache, request, {})
         churn.ledger.prefilled(churn.model, result, self._secrets_behind_sink(prefilling), int(FRAGMENT))
-        super()._end_ahead(prefilling)
+        super()._end_ahead(prefilling, logits)
 
     def _secrets_behind_sink(self, prefilling: Prefilling) -> np.ndarray:
         """Which secrets the tokens of a chunk belong to: those of the prompt where it stands there."""
@@ -131,12 +132,13 @@ class WatchedBatcher(Batcher):
         found = np.bitwise_or.reduce([secrets[place : place + len(sequence) - sink] for place in places.tolist()])
         return np.concatenate([np.zeros(sink, np.uint64), found])
 
-    def _start(self, number: int, request: Request, logits: jax.Array) -> None:
-        ask, churn = self.asks[number], self.churn
-        isolated = isolated_key(self.cache, self.model, ask.namespace, ask.adapter, self.mode)
-        result = PrefillResult(logits, self.cache, request, {})
-        churn.note_prefill(ask, result, frozenset([isolated]) if self.policy.provenance == "isolated" else frozenset())
-        super()._start(number, request, logits)
+    def _start(self, computed: Sequence[Prefilling], logits: Sequence[jax.Array]) -> None:
+        for one, own in zip(computed, logits, strict=False):
+            ask, result = self.asks[one.number], PrefillResult(own, self.cache, one.admission.request, {})
+            isolated = isolated_key(self.cache, self.model, ask.namespace, ask.adapter, self.mode)
+            behind_sink = frozenset([isolated]) if self.policy.provenance == "isolated" else frozenset()
+            self.churn.note_prefill(ask, result, behind_sink)
+        super()._start(computed, logits)
 
     def _release(self, slot: int) -> None:
         running = self.slots[slot]

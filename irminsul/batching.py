@@ -40,6 +40,8 @@ from irminsul.prefill import (
     check_prompt,
     check_storage,
     complete,
+    keep_nothing,
+    kept_if_finite,
     pack_batch,
     share_prompt,
 )
@@ -231,8 +233,7 @@ class Batcher:
         self.blocked = False
         if self.prefilling is not None and self.prefilling.number == number:
             request = self.prefilling.admission.request
-            policy = dataclasses.replace(request.policy, register=False)  # rows that were never computed
-            self.cache = complete(self.cache, dataclasses.replace(request, policy=policy))
+            self.cache = complete(self.cache, keep_nothing(request))  # rows that were never computed
             self.prefilling = None
         if number in self.waiting:
             self.ahead = self.ahead if number != self.waiting[0] else None
@@ -395,7 +396,7 @@ class Batcher:
         if self.prefilling is prefilling:
             self.prefilling = None
         if prefilling.ahead:
-            self._end_ahead(prefilling)
+            self._end_ahead(prefilling, logits)
         else:
             self._start([prefilling], [logits])
 
@@ -413,16 +414,16 @@ class Batcher:
         self.cache = dataclasses.replace(self.cache, pool=pool)
         self._start(sharing, list(logits))
 
-    def _end_ahead(self, prefilling: Prefilling) -> None:
+    def _end_ahead(self, prefilling: Prefilling, logits: jax.Array) -> None:
         """Keeps the rows of a chunk that was computed behind the sink."""
-        sink = canonical_sink(self.model, self.policy)
-        self.cache = end_isolated(self.store, self.cache, prefilling.admission.request, sink)
+        request = kept_if_finite(prefilling.admission.request, logits)
+        self.cache = end_isolated(self.store, self.cache, request, canonical_sink(self.model, self.policy))
 
     def _start(self, computed: Sequence[Prefilling], logits: Sequence[jax.Array]) -> None:
         """Gives slots to requests whose prompts are computed, then draws the first token of each."""
         started = []
-        for one in computed:
-            request, slot = one.admission.request, self.slots.index(None)
+        for one, own in zip(computed, logits, strict=False):
+            request, slot = kept_if_finite(one.admission.request, own), self.slots.index(None)
             share_prompt(self.cache, request)
             table = PageTableWriter.of(request, self.cache.config.table_entries)
             self.tickets[one.number].status = "running"

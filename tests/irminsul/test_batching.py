@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -216,6 +217,19 @@ def test_cancel_at_every_step(batcher):
         assert (batch.tickets[again].bins["exact"] > 280) == (before[0] == "running")
         assert np.isfinite(batch.tickets[again].step_logits).all()
     assert seen == {"queued", "prefilling", "running", "done"}
+
+
+def test_a_prompt_that_went_wrong_is_kept_by_nobody(batcher):
+    batch = batcher()
+    sound, broken = batch.model, jax.tree.map(lambda x: x * jnp.nan, batch.model)
+    found = []
+    for weights, count in ((broken, 2), (broken, 0), (sound, 2), (sound, 2)):
+        batch.model = weights
+        number = batch.submit(random_tokens(31, 90), max_new_tokens=count)
+        batch.run()
+        ticket = batch.take(number)
+        found.append((ticket.bins["exact"], bool(np.isfinite(ticket.step_logits).all() and count)))
+    assert found == [(0, False), (0, False), (0, True), (89, True)]
 
 
 def test_a_request_waits_for_pages_and_is_refused_only_alone(batcher):
