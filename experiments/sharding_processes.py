@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from experiments.errors import InputError
+from irminsul.blocks import Mode
 from irminsul.cache import CacheConfig, new_cache
 from irminsul.decode import advance, start_decoding
 from irminsul.prefill import complete, prefill
@@ -60,7 +61,9 @@ def mesh_of(text: str) -> Mesh:
 KINDS = ("new", "reused", "decoded")
 
 
-def served_logits(model: Model, length: int, seed: int, page_size: int = 64) -> tuple[np.ndarray, int]:
+def served_logits(
+    model: Model, length: int, seed: int, page_size: int = 64, mode: Mode = "deterministic"
+) -> tuple[np.ndarray, int]:
     """Float32 logits by ``KINDS``: behind a new prompt, behind the same one with another header, and behind one more
     token there; how many rows of the second were reused at other positions."""
     draw = np.random.default_rng(seed)
@@ -76,7 +79,7 @@ def served_logits(model: Model, length: int, seed: int, page_size: int = 64) -> 
     cache, logits = new_cache(config, model.row_format), []
     with jax.default_matmul_precision("highest"):
         for prompt in (first, second):
-            result = prefill(model, cache, prompt, mode="deterministic", new_tokens=1)
+            result = prefill(model, cache, prompt, mode=mode, new_tokens=1)
             logits.append(np.asarray(result.logits))
             if prompt is first:
                 cache = complete(result.cache, result.request)

@@ -75,12 +75,12 @@ class Speed:
                 server.model, pool, batch, blocks=proposal.blocks, cost=cost_model(server.model),
                 storage=cache.config.storage, keep_hidden=False,
             ).compile()  # fmt: skip
-            counts = [_collectives(compiled.as_text())]
+            counts = [_collectives(compiled.as_text() or "")]
             started.append(time.perf_counter())
             for size in self.batches:
                 decoding = decoding_of(server, batch=size, context=self.settings["decode_context"], moved=False)
                 compiled = decode_step.lower(server.model, pool, *decoding, storage=cache.config.storage).compile()
-                counts.append(_collectives(compiled.as_text()))
+                counts.append(_collectives(compiled.as_text() or ""))
                 started.append(time.perf_counter())
         programs = ["prefill", *(f"decode_{size}" for size in self.batches)]
         return [

@@ -9,8 +9,8 @@ def get_config() -> ConfigDict:
         {
             "study": "sharding",
             "preset": "deepseek-v2-lite",
-            "meshes": "tensor=2,expert=2,sequence=2",  # whose logits are compared; the first one loads
-            "timed": "one device,tensor=2,expert=2",
+            "meshes": "one device,tensor=2,expert=2,sequence=2",  # whose logits are compared; the first mesh loads
+            "timed": "one device,tensor=2,expert=2,sequence=2",
             "layers": 0,  # of the preset, in what is timed; all if 0
             "dtype": "bfloat16",  # of what is timed
             "length": 16384,  # tokens of the timed prompts
