@@ -8,6 +8,7 @@ products (``K`` and ``R`` wide), values may be of another width, and the mask co
 every query of a tile sees take no mask, blocks that none sees are not read.
 """
 
+import heapq
 import math
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -30,6 +32,7 @@ ROWS_AT_ONCE = 16384
 MAX_PROJECTED_BYTES = 2**30
 TILE_QUERIES, BLOCK_ROWS, STAGES = 128, 128, 2
 COMPUTE_WARPGROUPS = 2
+PROCESSORS = 132  # of an H100 or H200
 # Rows whose weights are added up together where reach is measured, and what may be kept of them at a time.
 GROUP_ROWS, MAX_MASS_BYTES = 16, 2**28
 LOG2E = math.log2(math.e)
@@ -238,6 +241,7 @@ def attend_rows(
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
     queries = TILE_QUERIES // COMPUTE_WARPGROUPS
+    order = jnp.asarray(launch_order(tile_position.shape[1], requests, heads))
     rope: dict[str, Any] = {}
     if turned:
         rope["query_rope"] = tile((COMPUTE_WARPGROUPS, queries, turned[0].shape[-1]))
@@ -250,8 +254,8 @@ def attend_rows(
             jax.ShapeDtypeStruct((heads, tokens), jnp.float32),
             jax.ShapeDtypeStruct(mass_shape, jnp.float32),
         ),
-        grid=(tokens // TILE_QUERIES, heads),  # heads next to each other: the longest tiles of all of them come first
-        grid_names=("tile", "head"),
+        grid=(order.shape[0],),
+        grid_names=("program",),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=rope
@@ -270,19 +274,42 @@ def attend_rows(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
-    )(unmasked, steps, query_position, row_position, q_nope, key, value, *turned)
+    )(order, unmasked, steps, query_position, row_position, q_nope, key, value, *turned)
     return out, lse, mass if masses else None
 
 
+def launch_order(tiles: int, requests: int, heads: int) -> Int[np.ndarray, " P"]:
+    """Tile times ``heads`` plus head of each program, in the order in which they begin.
+
+    The last queries of a request see the most rows: their tiles begin first, so that none of them is left when others
+    are done. Programs that begin second on their processor are dealt in two rounds where it ends earlier: then what
+    begins third, which is shorter, evens out what the first two took together. Which of the two is told by playing it
+    for queries spread evenly over what they see.
+    """
+    tile, request, head = np.meshgrid(np.arange(tiles)[::-1], np.arange(requests), np.arange(heads), indexing="ij")
+    longest = ((request * tiles + tile) * heads + head).reshape(-1).astype(np.int32)
+    second = longest[PROCESSORS : 2 * PROCESSORS]
+    dealt = np.concatenate([longest[:PROCESSORS], second[::2], second[1::2], longest[2 * PROCESSORS :]])
+    return min(longest, dealt, key=lambda order: _end_of(order // heads % tiles + 1))
+
+
+def _end_of(steps: Int[np.ndarray, " P"]) -> int:
+    """When the last of programs ends that begin, in order, wherever a processor is free."""
+    busy = [0] * PROCESSORS
+    for own in steps.tolist():
+        heapq.heapreplace(busy, busy[0] + own)
+    return max(busy)
+
+
 def _body(
-    unmasked_ref, steps_ref, query_position_ref, row_position_ref, q_nope_ref, key_ref, value_ref, *refs,
+    order_ref, unmasked_ref, steps_ref, query_position_ref, row_position_ref, q_nope_ref, key_ref, value_ref, *refs,
     group, requests, scale, masses, interpret, query, keys, values, query_loaded, keys_loaded, values_loaded, keys_used,
     values_used, turn, query_rope=None, rope_keys=None,
 ):  # fmt: skip
     *turned_refs, out_ref, lse_ref, mass_ref = refs
-    head, me = lax.axis_index("head"), lax.axis_index("warpgroup")
-    # The last queries see the most rows: their tiles begin first, so that none of them is left when others are done.
-    tile = steps_ref.shape[0] - 1 - lax.axis_index("tile")
+    program, me = order_ref[lax.axis_index("program")], lax.axis_index("warpgroup")
+    heads = jnp.int32(out_ref.shape[0])
+    tile, head = program // heads, lax.rem(program, heads)
     key_head = head // group
     steps = steps_ref[tile]
     blocks = row_position_ref.shape[0] // BLOCK_ROWS // requests

@@ -138,3 +138,16 @@ def test_a_hopper_gpu_runs_it_for_what_it_takes(monkeypatch):
     for dtype, kernel in (("bfloat16", True), ("float32", False)):
         traced = attend.trace(*arguments(problem(9, 3, dtype=dtype), dtype=dtype))
         assert ("mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()) == kernel
+
+
+def test_programs_begin_once_each_and_end_early():
+    """Longest first over all heads and requests; what begins second is dealt where a third wave evens it out."""
+    for tiles, requests, heads in ((26, 1, 16), (32, 1, 16), (4, 4, 16), (1, 1, 1)):
+        order = expanded_hopper.launch_order(tiles, requests, heads)
+        assert np.array_equal(np.sort(order), np.arange(tiles * requests * heads))
+        rows = order // heads % tiles
+        plain = np.sort(rows)[::-1]
+        by_head = np.tile(np.arange(tiles)[::-1], requests * heads)
+        ends = [expanded_hopper._end_of(steps + 1) for steps in (rows, plain, by_head)]
+        assert ends[0] <= ends[1] <= ends[2]
+        assert (ends[0] < ends[1] < 0.85 * ends[2]) == (tiles == 26)
