@@ -15,6 +15,7 @@ import xxhash
 
 from experiments.churn_faults import hashed_by
 from experiments.churn_ledger import FRAGMENT
+from experiments.churn_requests import Ask
 from experiments.churn_traffic import NO_SECRET, PUBLIC, STORED, secrets_of, tokens_of
 from irminsul.batch_state import Prefilling
 from irminsul.batching import Batcher
@@ -30,7 +31,7 @@ from irminsul.store_lookup import Wanted
 from irminsul.store_reading import ReadAhead
 
 if TYPE_CHECKING:
-    from experiments.churn_session import Ask, Churn
+    from experiments.churn_session import Churn
 
 SLOTS, PIECE = 3, 64
 ISOLATED = get_policy("irminsul", provenance="isolated", min_reuse=16, sink_tokens=8)
@@ -108,7 +109,7 @@ class WatchedBatcher(Batcher):
     """A batcher that tells the ledger what it does. ``asks`` are its requests by number."""
 
     churn: "Churn"
-    asks: dict[int, "Ask"]
+    asks: dict[int, Ask]
 
     def _admit(self) -> None:
         super()._admit()
@@ -233,7 +234,7 @@ def _settle(churn: "Churn", batch: WatchedBatcher) -> None:
                 churn.traffic.remember(ask.tenant, ask.blocks, answer)
 
 
-def _told(churn: "Churn", ask: "Ask") -> bool:
+def _told(churn: "Churn", ask: Ask) -> bool:
     """Whether every secret of a prompt is still one."""
     return all(block.secret == NO_SECRET or block.secret in churn.traffic.secrets for block in ask.blocks)
 

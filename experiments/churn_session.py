@@ -17,110 +17,31 @@ import xxhash
 from experiments.churn_batch import serve_batch
 from experiments.churn_faults import (
     colliding_pairs,
-    constant_hash,
     false_hints,
     hashed_by,
-    tiny_hash,
     weak_hash,
 )
 from experiments.churn_ledger import Ledger
 from experiments.churn_oracle import Reference
+from experiments.churn_requests import MODEL, POLICIES, Ask, Open, cache_config, draw_hash
 from experiments.churn_tiers import Tiers
 from experiments.churn_traffic import PUBLIC, SECRETS, STORED, TENANTS, Block, Traffic, secrets_of, tokens_of
-from irminsul.cache import CacheConfig, new_cache, open_namespace
+from irminsul.cache import new_cache, open_namespace
 from irminsul.cache_key import request_key
-from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.content import read_content
 from irminsul.decode import advance, start_decoding
-from irminsul.fingerprint import HashFunction
 from irminsul.forget import Forgotten, forget
 from irminsul.page_tree import PageTree
 from irminsul.plan import EXACT, SHIFTED
-from irminsul.policies import Policy, get_policy
 from irminsul.prefill import PrefillResult, Request, complete, prefill
 from irminsul.publish import publish
 from irminsul.sources import sources_of
 from models import families
 
-MODEL = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 211,
-    "hidden_size": 17,
-    "intermediate_size": 29,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "qk_nope_head_dim": 7,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 5,
-    "kv_lora_rank": 11,
-    "first_k_dense_replace": 2,
-    "max_position_embeddings": 4093,
-    "tie_word_embeddings": True,
-}
-CHUNKING = ChunkingConfig(min_tokens=8, mean_tokens=29, max_tokens=97, segment_mean=149, anchor_every=8)
-# Small enough for reuse to happen everywhere in prompts of a few hundred tokens.
-EAGER = {"min_reuse": 16, "sink_tokens": 8}
-POLICIES = (
-    *[get_policy("irminsul", **EAGER)] * 12,
-    get_policy("irminsul", discovery="chunks", **EAGER),
-    get_policy("irminsul"),
-    *[get_policy("prefix", **EAGER)] * 2,
-    get_policy("paged_prefix", **EAGER),
-    get_policy("naive", **EAGER),
-    get_policy("epic:5", **EAGER),
-    get_policy("irminsul+repair", **EAGER),
-    get_policy("cacheblend", **EAGER),
-    get_policy("full"),
-)
 STATE = ("cache", "ledger", "traffic", "counts", "operation", "loaded", "marked", "published")
 MARKS = 62  # bits behind those of secrets are for requests
 MOST_OPEN = 3
-
-
-def cache_config(num_pages: int, storage: Any, eviction: Any) -> CacheConfig:
-    """Pages of 11 rows, so that everything ends inside pages."""
-    return CacheConfig(
-        num_pages=num_pages,
-        page_size=11,
-        max_prompt_tokens=251,
-        max_new_tokens=7,
-        storage=storage,
-        eviction=eviction,
-        chunking=CHUNKING,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Ask:
-    """What a tenant asks for, and the hash it is served with."""
-
-    blocks: list[Block]
-    tenant: int
-    adapter: str
-    policy: Policy
-    new_tokens: int
-    hash_function: HashFunction
-    marked: bool
-    shared: tuple[str, ...]
-
-    @property
-    def namespace(self) -> str:
-        return f"tenant {self.tenant}"
-
-    @property
-    def stored(self) -> bool:
-        return self.namespace in STORED and self.policy.register
-
-
-@dataclasses.dataclass(frozen=True)
-class Open:
-    """A request between prefill and its end."""
-
-    ask: Ask
-    model: Any
-    request: Request
-    logits: Any
 
 
 class Churn:
@@ -192,7 +113,7 @@ class Churn:
             "adapter": "other" if rng.random() < 0.1 else "",
             "policy": self.policies[rng.integers(len(self.policies))],
             "new_tokens": int(rng.integers(1, self.config.max_new_tokens + 1)) if rng.random() < 0.15 else 0,
-            "hash_function": _draw_hash(rng),
+            "hash_function": draw_hash(rng),
             "marked": bool(rng.random() < 0.1),
             "shared": (PUBLIC,) if rng.random() < 0.3 else (),
         }
@@ -429,11 +350,6 @@ class Churn:
             self.ledger.violation("wrong", "a bad request was served")
         if clock != self.cache.clock or not np.array_equal(serials, self.cache.tree.serial):
             self.ledger.violation("wrong", "a refused request changed the cache")
-
-
-def _draw_hash(rng: np.random.Generator) -> HashFunction:
-    draw = rng.random()
-    return constant_hash if draw < 0.03 else tiny_hash if draw < 0.08 else xxhash.xxh64_intdigest
 
 
 OPERATIONS: dict[str, tuple[float, Callable[[Churn, np.random.Generator], None]]] = {

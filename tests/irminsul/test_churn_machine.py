@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from experiments.churn_faults import constant_hash, tiny_hash
-from experiments.churn_session import CHUNKING, EAGER, MODEL, Churn
+from experiments.churn_requests import CHUNKING, EAGER, MODEL
+from experiments.churn_session import Churn
 from experiments.churn_traffic import tokens_of
 from irminsul.cache import CacheConfig
 from irminsul.content import ROOT_WINDOW
