@@ -6,11 +6,15 @@ and three pages fit there, not two. Of every page it takes the scores, the runni
 to the next. Weights lie where the page's rotary keys were, which are dead by then.
 
 Each of the others owns half of the value columns. It rescales its accumulator, where a maximum rose, adds ``P V`` and
-asks for its half of the page three pages on; who is last to read the weights asks for rotary keys two pages on. The
-tensor core prefers wide products to narrow ones, so values wait until the scores of the next page are nearly there and
-run beside its softmax.
+asks for its half of the page three pages on. Rotary keys, two pages on, can be asked for no sooner than both have read
+the weights in their place and are wanted first: so they go ahead of the latents, behind whose 64 KiB they would queue,
+and are brought into the second-level cache a page earlier. The tensor core prefers wide products to narrow ones, so
+values wait until the scores of the next page are nearly there and run beside its softmax.
+
+A query turns by factors copied in a page ahead, from values that load while the tensor core is given the other columns.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -50,6 +54,18 @@ SHARED = 128
 SCORER = 0
 
 
+@dataclass(frozen=True)
+class Options:
+    """How the kernel spends its time; results are the same.
+
+    ``prefetch``: rotary keys are brought into the second-level cache a page before they are asked for. ``shared``: each
+    page is copied once to a cluster of two tiles that read the same table, as the two of a token with 128 heads do.
+    """
+
+    prefetch: bool = False
+    shared: bool = False
+
+
 # Registers of a thread that scores, and of one that adds values: what three warpgroups get at launch, shared anew.
 SCORING, ADDING = 184, 160
 
@@ -66,6 +82,7 @@ def attend_tiles(
     interleaved: bool,
     rotate: bool,
     interpret: bool,
+    options: Options,
 ) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"]]:
     """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several.
 
@@ -74,15 +91,18 @@ def attend_tiles(
     tiles, _, width = q_latent.shape
     splits, half = schedule.bounds.shape[1] - 1, width // 2
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
+    members = 2 if options.shared else 1
+    freed = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=2 * STAGES)
     settings = {"scale": scale, "interleaved": interleaved, "rotate": rotate, "interpret": interpret}
     kernel = plgpu.kernel(
-        partial(_body, **settings),
+        partial(_body, **settings, options=options),
         out_type=(
             jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS, width), jnp.bfloat16 if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS), jnp.float32),
         ),
-        grid=(tiles, splits),
+        grid=(tiles // members, splits),
         grid_names=("tile", "split"),
+        **({"cluster": (members,), "cluster_names": ("member",)} if options.shared else {}),
         num_threads=3,
         thread_name="warpgroup",
         scratch_types={
@@ -100,7 +120,9 @@ def attend_tiles(
             "scored": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "weighed": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "released": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
+            "asked": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "summed": plgpu.Barrier(num_arrivals=1),
+            **({"freed": freed} if options.shared else {}),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
@@ -113,10 +135,13 @@ def attend_tiles(
 def _body(
     request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
     factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
-    *, scale, interleaved, rotate, interpret, query, latent, rope, exchange, factors,
-    query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, summed,
+    *, scale, interleaved, rotate, interpret, options, query, latent, rope, exchange, factors,
+    query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, asked, summed,
+    freed=None,
 ):  # fmt: skip
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
+    if options.shared:
+        tile = 2 * tile + lax.axis_index("member")
     request, layer = request_ref[tile], layer_ref[0]
     start, stop = 2 * bounds_ref[tile, split], 2 * bounds_ref[tile, split + 1]
     half = latent.shape[-1]
@@ -146,29 +171,26 @@ def _body(
         def plain_query():
             return plgpu.load(q_rope_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False)
 
-        def turned_query():
+        def turned_query(plain):
             """The query as keys see it whose factors were loaded last."""
-            plain = plain_query()
             plgpu.barrier_wait(factors_loaded)
             halves = (factors.at[pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
             parts = (plgpu.load(part, layout=columns, optimized=False) for part in halves)
             cos, sin = (lax.broadcast_in_dim(part, plain.shape, [1]) for part in parts)
             wide = plain.astype(jnp.float32)
             turned = wide * cos - turned_by_right_angle(wide, interleaved, interpret) * sin
-            plgpu.commit_smem()  # the next factors are copied over these
             return turned.astype(jnp.bfloat16)
 
         def distance(entry):
             return delta_ref[request, jnp.clip(entry, start, stop - 1)]
 
-        def masked_scores(score, limits):
+        def partly_seen(limits):
             begin, end, origin = limits
+            return (begin > 0) | (end < PAGE_ROWS) | (earliest - origin < PAGE_ROWS - 1)
 
-            def masked(score):
-                return mask(score, begin, jnp.minimum(end, position + (1 - origin)), interpret)
-
-            partly = (begin > 0) | (end < PAGE_ROWS) | (earliest - origin < PAGE_ROWS - 1)
-            return lax.cond(partly, masked, lambda score: score, score)
+        def masked(limits, score):
+            begin, end, origin = limits
+            return mask(score, begin, jnp.minimum(end, position + (1 - origin)), interpret)
 
         for side in range(2):
             plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, sides[side]], latent.at[STAGES - 1, side], query_loaded)
@@ -186,36 +208,45 @@ def _body(
         turned = plain_query()
 
         def one_page(entry, state):
-            maximum, total, turned = state
+            maximum, total, turned, before, here = state
             page, slot, limits = stage(entry), turn(entry), row_range(entry)
-            before = jnp.where(entry == start, distance(entry) + 1, distance(entry - 1))
-            here, there = (distance(entry + ahead) for ahead in range(2))
+            there = distance(entry + 1)
             terms = [
                 (parts[side], latent.at[page, side, :, pl.ds(0, widths[side])], latent_loaded.at[2 * page + side])
                 for side in range(2)
             ]
+            if rotate:
+                turned = lax.cond(before != here, lambda _: plain_query(), lambda turned: turned, turned)
             behind = (query, latent.at[page, 1, :, pl.ds(widths[1], SHARED)], None)
             score = start_scores([*terms, behind], interpret)
             if rotate:
-                turned = lax.cond(before != here, lambda _: turned_query(), lambda turned: turned, turned)
-                pl.when(here != there)(lambda: load_factors(jnp.minimum(entry + 1, stop - 1)))
+                turned = lax.cond(before != here, turned_query, lambda turned: turned, turned)
+            partly = partly_seen(limits)
             score = finish_scores(
                 score,
                 (turned, rope.at[slot], rope_loaded.at[slot]),
                 lambda: plgpu.barrier_arrive(scored.at[slot]),
                 interpret,
             )
-            score = masked_scores(score, limits)
+            if rotate:
+
+                @pl.when(here != there)
+                def _next_factors():
+                    plgpu.commit_smem()  # they are copied over those that were read
+                    load_factors(jnp.minimum(entry + 1, stop - 1))
+
+            score = lax.cond(partly, partial(masked, limits), lambda score: score, score)
             weight, new, rescale, total = weigh(score, maximum, total, scale * LOG2E, interpret)
             publish(weight.astype(jnp.bfloat16), rope.at[slot], rescale, exchange.at[slot], interpret)
             plgpu.barrier_arrive(weighed.at[slot])
-            return new, total, turned
+            return new, total, turned, here, there
 
         nothing = (
             plgpu.layout_cast(jnp.full(TILE_ROWS, FLOOR, jnp.float32), rows),
             plgpu.layout_cast(jnp.zeros(TILE_ROWS, jnp.float32), rows),
         )
-        maximum, total, _ = lax.fori_loop(start, stop, one_page, (*nothing, turned))
+        here = distance(start)
+        maximum, total, *_ = lax.fori_loop(start, stop, one_page, (*nothing, turned, here + 1, here))
         total = row_total(total, interpret)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
@@ -232,8 +263,9 @@ def _body(
 
         def load(entry, id_):
             page = stage(entry)
-            source = latent_ref.at[layer, id_, :, sides[side]]
-            plgpu.copy_gmem_to_smem(source, latent.at[page, side], latent_loaded.at[2 * page + side])
+            source, barrier = latent_ref.at[layer, id_, :, sides[side]], latent_loaded.at[2 * page + side]
+            axes = "member" if options.shared else None
+            plgpu.copy_gmem_to_smem(source, latent.at[page, side], barrier, collective_axes=axes)
 
         def load_rope(entry, id_):
             slot = turn(entry)
@@ -250,12 +282,15 @@ def _body(
                 plgpu.commit_smem()
 
         for ahead in range(STAGES):
-            if ahead == STAGES - 1:
-                plgpu.barrier_wait(query_taken)  # it came in where this page goes
+            if ahead == 1:
+                plgpu.barrier_wait(query_taken)  # it came in where the last of these pages goes
+            if ahead == STAGES - 1 and options.shared:
+                plgpu.barrier_arrive(freed.at[2 * ahead + side])
+                plgpu.barrier_wait(freed.at[2 * ahead + side])
             entry = start + ahead
-            pl.when(entry < stop)(partial(load, entry, page_at(entry)))
             if side == 1 and ahead < TURNS:
                 pl.when(entry < stop)(partial(load_rope, entry, page_at(entry)))
+            pl.when(entry < stop)(partial(load, entry, page_at(entry)))
         pl.when(start < stop)(lambda: plgpu.barrier_wait(scored.at[0]))
 
         def one_page(entry, out):
@@ -268,13 +303,26 @@ def _body(
             scaled = rescaled(out, rescale, interpret)
             pl.when(entry + 1 < stop)(lambda: plgpu.barrier_wait(scored.at[turn(entry + 1)]))
             out = product([(rope.at[slot], latent.at[page, side], None)], scaled)
+            more = entry + STAGES < stop
             wait_for_own_warps(interpret)
-            pl.when(entry + STAGES < stop)(lambda: load(entry + STAGES, next_latent))
+            if options.shared:
+                pl.when(more)(lambda: plgpu.barrier_arrive(freed.at[2 * page + side]))
             if side == 0:
                 plgpu.barrier_arrive(released.at[slot])
+                plgpu.barrier_wait(asked.at[slot])
             else:
                 plgpu.barrier_wait(released.at[slot])
                 pl.when(entry + TURNS < stop)(lambda: load_rope(entry + TURNS, next_rope))
+                plgpu.barrier_arrive(asked.at[slot])
+                if options.prefetch and not interpret:
+                    plgpu.async_prefetch(rope_ref.at[layer, next_latent])
+
+            @pl.when(more)
+            def _load():
+                if options.shared:
+                    plgpu.barrier_wait(freed.at[2 * page + side])
+                load(entry + STAGES, next_latent)
+
             return out
 
         nothing = plgpu.layout_cast(jnp.zeros((TILE_ROWS, half), jnp.float32), plgpu.Layout.WGMMA)
@@ -283,7 +331,14 @@ def _body(
         total = plgpu.load(exchange.at[TURNS], layout=rows, optimized=False)
         out = out / along(total, out)
         target = out_ref.at[split, tile, :, sides[side]]
-        target[...] = out.astype(out_ref.dtype)
+        if out_ref.dtype == jnp.float32:
+            target[...] = out
+        else:
+            # From registers, 16 bytes of a row at a time, storing takes as long as several pages.
+            latent.at[0, side][...] = out.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(latent.at[0, side], target)
+            plgpu.wait_smem_to_gmem(0)
 
     def run(role, registers, action):
         if not interpret:
