@@ -7,6 +7,7 @@ if they would have come out under greedy decoding. Where a question has several 
 generated is compared with them. Items are served in batches (``batch_serving``).
 """
 
+import dataclasses
 import json
 import multiprocessing
 import sys
@@ -37,7 +38,7 @@ from experiments.batch_serving import (
 from experiments.divergence import divergence
 from experiments.errors import InputError
 from experiments.names import listed
-from experiments.oracle_repair import true_deviations, worst_tokens
+from experiments.oracle_repair import second_layer_deviations, true_deviations, worst_tokens
 from experiments.planted_tasks import TASKS, Planter
 from experiments.reuse_items import LAST_CONTEXT, Item, planted_item
 from experiments.reuse_policies import Lane, lane
@@ -192,7 +193,7 @@ class Server:
         self.asked = [item.asked for item in items]
         self.steps = config.new_tokens if items[0].wanted else 0
         self.caches: dict[bool, list[ContentCache]] = {}
-        self.deviations: list[Float[np.ndarray, " T"]] | None = None
+        self.deviations: dict[Callable[..., Any], list[Float[np.ndarray, " T"]]] = {}
 
     def rows(self, lanes: Sequence[Lane], count: int) -> list[dict[str, Any]]:
         """A row a policy for each of the first ``count`` items. The first lane is the reference."""
@@ -228,13 +229,16 @@ class Server:
 
     def admitted(self, each: Lane) -> list[Admission]:
         """Every item planned under a policy."""
-        caches, mode = self.cached(each), self.config.mode
-        admissions = admitted(self.model, caches, self.asked, each.policy, mode=mode, steps=self.steps)
-        if not each.oracle:
-            return admissions
-        if self.deviations is None:
-            self.deviations = true_deviations(self.model, caches, self.asked, mode=mode)
-        chosen = [worst_tokens(deviation, each.oracle) for deviation in self.deviations]
+        caches, mode, policy = self.cached(each), self.config.mode, each.policy
+        if not each.oracle and policy.repair != "deviation":
+            return admitted(self.model, caches, self.asked, policy, mode=mode, steps=self.steps)
+        # How far rows deviate is computed for all items at once.
+        blind = dataclasses.replace(policy, repair="none")
+        admissions = admitted(self.model, caches, self.asked, blind, mode=mode, steps=self.steps)
+        measure = true_deviations if each.oracle else second_layer_deviations
+        if measure not in self.deviations:
+            self.deviations[measure] = measure(self.model, caches, self.asked, mode=mode)
+        chosen = [worst_tokens(one, each.oracle or policy.repair_fraction) for one in self.deviations[measure]]
         return [with_repaired(*pair) for pair in zip(admissions, chosen, strict=True)]
 
     def cached(self, each: Lane) -> list[ContentCache]:

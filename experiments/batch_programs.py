@@ -14,25 +14,24 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Float, Int
 
+from experiments.batch_view import WholeView
 from irminsul.pool import LatentPool
-from irminsul.view import PagedView
-from pallas_kernels.page_table import PageTable
-
-EXPANDED_FROM = 256  # tokens of a block from which MLA attends in the expanded form
 
 
 @struct.dataclass
 class Block:
-    """What the program computes for each of ``B`` prompts, or for one: tokens padded to one size, entries of the page
-    table, rows of the block whose logits are kept, the row that predicts the continuation, and the slots decoding
-    writes. Pages are counted among those of the request."""
+    """What the program computes for each of ``B`` prompts, or for one: tokens padded to one size, where the row of each
+    position is and by what its key is turned (``batch_view.WholeView``), rows of the block whose logits are kept, the
+    row that predicts the continuation, and the slots decoding writes. Pages are counted among those of the request."""
 
     tokens: Int[Array, "*B M"]
     positions: Int[Array, "*B M"]
     write_page: Int[Array, "*B M"]
     write_row: Int[Array, "*B M"]
     write_position: Int[Array, "*B M"]
-    table: Int[Array, "*B S 5"]
+    page: Int[Array, "*B P"]
+    row: Int[Array, "*B P"]
+    delta: Int[Array, "*B P"]
     kept: Int[Array, "*B n"]
     last: Int[Array, "*B"]
     length: Int[Array, "*B"]
@@ -111,18 +110,16 @@ def _run(
     storage: Any,
 ) -> tuple[Float[Array, "M D"], LatentPool]:
     """Final hidden states of some tokens of a request, and the pool with their rows."""
-    count = tokens.shape[0]
-    expanded = model.row_format.kind == "latent" and count >= EXPANDED_FROM
-    view = PagedView(
+    view = WholeView(
         pool=pool,
-        page_table=PageTable(*block.table.T[:, None]),
-        query_position=positions,
-        query_offsets=jnp.array([0, count], jnp.int32),
+        page=block.page,
+        row=block.row,
+        delta=block.delta,
+        positions=positions,
         write_page=write_page,
         write_row=write_row,
         write_position=write_position,
-        dependence=pool.empty_profiles(count),
-        form="expanded" if expanded else "absorbed",
+        dependence=pool.empty_profiles(len(tokens)),
         storage=storage,
     )
     hidden, view = model.forward(tokens, positions, view)

@@ -18,12 +18,13 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Int32
 
 from experiments.batch_programs import Block, compute, continue_greedily, pages_of, put_back
+from experiments.batch_view import rows_of_positions
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
 from irminsul.cache_key import Context
 from irminsul.commit import allocate, pages_in_use
 from irminsul.decode import PageTableWriter
-from irminsul.placement import assign
+from irminsul.placement import FRESH as FRESH_NAME
 from irminsul.plan import REPAIR, SHIFTED
 from irminsul.policies import Policy, get_policy
 from irminsul.pool import LatentPool
@@ -34,11 +35,13 @@ from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from pallas_kernels.page_table import Storage
 
 SMALLEST_BLOCK, BLOCK_STEP = 128, 4  # blocks have 128, 512, 2,048 ... tokens
-SMALLEST_TABLE = 64  # pages, and entries of a page table: 64, 128 ...
+SMALLEST_PROMPT = 512  # positions of a prompt and what is forced behind it: 512, 1,024 ...
+SMALLEST_POOL = 64  # pages a prompt reads and writes: 64, 128 ...
 # Of the prompts that one program computes side by side, padding included. Cores are busy with few tokens.
-MOST_TOGETHER, PAGES_TOGETHER = 32, 1024
+MOST_TOGETHER, PAGES_TOGETHER, SCORES_TOGETHER = 32, 1024, 2**25
 TOKENS_TOGETHER = {"cpu": 512}
 TOKENS_TOGETHER_ELSEWHERE = 16_384
+NOWHERE = 2**30  # a page that is in no pool: what is written there is dropped
 FRESH = get_policy("irminsul", shifted="refuse")
 
 
@@ -150,26 +153,27 @@ def computed(
     kept = max(len(each.kept) for each in asked)
     kept = few_sizes(kept, 16) if kept else 0
     at_once = TOKENS_TOGETHER.get(jax.default_backend(), TOKENS_TOGETHER_ELSEWHERE)
-    table = few_sizes(max(max(len(one.pages), len(one.table)) for one in requests), SMALLEST_TABLE)
+    pages = few_sizes(max(len(one.pages) for one in requests), SMALLEST_POOL)
+    longest = min(few_sizes(max(one.longest for one in requests), SMALLEST_PROMPT), requests[0].capacity)
     by_size: dict[int, list[int]] = {}
     for index, request in enumerate(requests):
         by_size.setdefault(request.block_size, []).append(index)
     for tokens, indexes in sorted(by_size.items()):
-        together = min(MOST_TOGETHER, at_once // tokens, PAGES_TOGETHER // table, few_sizes(len(asked), 1))
-        together = max(1, together)
+        room = at_once // tokens, PAGES_TOGETHER // pages, SCORES_TOGETHER // (tokens * longest)
+        together = max(1, min(MOST_TOGETHER, *room, few_sizes(len(asked), 1)))
         for begin in range(0, len(indexes), together):
             group = indexes[begin : begin + together]
             filled = [*group, *group[:1] * (together - len(group))]  # as many as ever, so that no program is compiled
-            block = packed([requests[index] for index in filled], tokens, table, kept)
+            block = packed([requests[index] for index in filled], tokens, longest, kept)
             pools = []
             for index in filled:
                 pool = admissions[index].cache.pool if dependence else without_dependence(admissions[index].cache.pool)
-                source = np.zeros(table, np.int32)
+                source = np.zeros(pages, np.int32)
                 source[: len(requests[index].source)] = requests[index].source
                 pools.append(pages_of(pool, source))
             alone = dataclasses.replace(block, slots=block.slots[:, :0])  # whatever the continuation, one program
-            logits, first, pages = compute(model, tuple(pools), alone, storage=storage)
-            yield Computed(group, logits, first, block, pages, [requests[index].pages for index in group], storage)
+            logits, first, after = compute(model, tuple(pools), alone, storage=storage)
+            yield Computed(group, logits, first, block, after, [requests[index].pages for index in group], storage)
 
 
 def with_pages(group: Computed, pools: Sequence[LatentPool]) -> list[LatentPool]:
@@ -221,8 +225,14 @@ def with_repaired(admission: Admission, chosen: Bool[np.ndarray, " T"]) -> Admis
     copies = dataclasses.replace(placement, fresh=())
     keep = pages_in_use(cache.tree, plan) | (cache.in_flight > 0)
     pages, _ = allocate(cache.tree, copies, keep, cache.config.eviction)
-    placement = assign(placement, np.concatenate([request.pages, pages]))
-    request = dataclasses.replace(request, plan=plan, entries=placement.entries, private=pages)
+    given = np.concatenate([request.pages, pages])
+
+    def real(names: np.ndarray) -> np.ndarray:  # all but the copies have their pages
+        return np.where(names <= FRESH_NAME, given.take(FRESH_NAME - names, mode="clip"), names).astype(np.int32)
+
+    entries = np.concatenate([real(placement.entries[:, :1]), placement.entries[:, 1:]], axis=1)
+    placement = dataclasses.replace(placement, write_page=real(placement.write_page), entries=entries)
+    request = dataclasses.replace(request, plan=plan, entries=entries, private=pages)
     return dataclasses.replace(admission, request=request, placement=placement)
 
 
@@ -323,6 +333,11 @@ class Gathered:
     capacity: int
 
     @property
+    def longest(self) -> int:
+        """Positions of the prompt and of what decoding or forcing may write behind it."""
+        return int((self.table[:, 3] + self.table[:, 2] - self.table[:, 1]).max())
+
+    @property
     def block_size(self) -> int:
         """Tokens it is padded to."""
         return min(few_sizes(len(self.by_token["tokens"]), SMALLEST_BLOCK, BLOCK_STEP), self.capacity)
@@ -377,19 +392,20 @@ def _copies(placement: Any, request: Request) -> list[tuple[int, int]]:
     return [*copies, *zip(placement.private.tolist(), request.private.tolist(), strict=True)]
 
 
-def packed(requests: Sequence[Gathered], tokens: int, table: int, kept: int) -> Block:
-    """A block of ``tokens``, a page table of ``table`` entries and ``kept`` predictions for each request."""
+def packed(requests: Sequence[Gathered], tokens: int, positions: int, kept: int) -> Block:
+    """A block of ``tokens``, prompts of ``positions`` and ``kept`` predictions for each request."""
     count = len(requests)
     fields = {name: np.zeros((count, tokens), np.int32) for name in requests[0].by_token}
-    fields["positions"][:], fields["write_page"][:] = -1, table  # nowhere, and a page that is not there
-    fields["table"], fields["kept"] = np.zeros((count, table, 5), np.int32), np.zeros((count, kept), np.int32)
+    fields["positions"][:], fields["write_page"][:] = -1, NOWHERE
+    fields["kept"] = np.zeros((count, kept), np.int32)
     for index, one in enumerate(requests):
         for name, values in one.by_token.items():
             fields[name][index, : len(values)] = values
-        fields["table"][index, : len(one.table)] = one.table
         if len(one.kept):
             fields["kept"][index] = one.kept[-1]
             fields["kept"][index, : len(one.kept)] = one.kept
-    last, length = (np.array([getattr(one, name) for one in requests], np.int32) for name in ("last", "length"))
-    slots = np.stack([one.slots for one in requests]).astype(np.int32)
-    return Block(**jax.device_put({**fields, "last": last, "length": length, "slots": slots}))
+    where = zip(*(rows_of_positions(one.table, positions) for one in requests), strict=True)
+    fields |= {name: np.stack(part) for name, part in zip(("page", "row", "delta"), where, strict=True)}
+    fields |= {name: np.array([getattr(one, name) for one in requests], np.int32) for name in ("last", "length")}
+    fields["slots"] = np.stack([one.slots for one in requests]).astype(np.int32)
+    return Block(**jax.device_put(fields))

@@ -1,7 +1,8 @@
-"""Repair that knows the answer: of the reused tokens, those whose rows full prefill would have made most different.
+"""How far reused rows are from those of full prefill, for many prompts at once, and repair that goes by it.
 
-Nobody can serve by it, since it takes the full prefill that reuse is to save. It shows how much of what reuse loses a
-choice of tokens could win back at most, and so how far the choice of a policy is from the best.
+Of all layers, only an oracle knows it: it takes the full prefill that reuse is to save. Repair of the tokens that
+deviate most shows how much of what reuse loses such a choice could win back, and so how far a policy is from it. At the
+second layer it is what CacheBlend goes by (``irminsul.deviation``, for one prompt).
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,21 @@ def true_deviations(
     Squared distance relative to the mean square of the layer's rows, latents and turned keys, summed over layers; 0 for
     tokens that are not served shifted.
     """
+    return _deviations(model, caches, asked, range(model.row_format.num_layers), mode)
+
+
+def second_layer_deviations(
+    model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], *, mode: Mode = "fast"
+) -> list[Float[np.ndarray, " T"]]:
+    """``irminsul.deviation.second_layer_deviation`` of many prompts, by token."""
+    first = model.first_layers(2)
+    return _deviations(first, caches, asked, range(first.row_format.num_layers - 1, first.row_format.num_layers), mode)
+
+
+def _deviations(
+    model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], layers: range, mode: Mode
+) -> list[Float[np.ndarray, " T"]]:
+    """Deviation by prompt and token, summed over ``layers``; relative to a layer's rows where there are several."""
     full = admitted(model, caches, asked, get_policy("full"), mode=mode)
     plans = [each.request.plan for each in admitted(model, caches, asked, get_policy("irminsul"), mode=mode)]
     found = [np.zeros(plan.length, np.float32) for plan in plans]
@@ -45,7 +61,7 @@ def true_deviations(
             places = np.zeros((6, cache.config.max_prompt_tokens), np.int32)
             places[:, : len(rows)] = [rows.position, rows.page, rows.row, rows.place, *slots]
             arguments = jax.device_put((places, np.int32(len(rows)), np.int32(place)))
-            deviation = _true_deviation(model, cache.pool, group.pages, *arguments, storage=group.storage)
+            deviation = _deviation(model, cache.pool, group.pages, *arguments, np.array(layers), storage=group.storage)
             found[index][rows.position] = np.asarray(deviation)[: len(rows)]
     return found
 
@@ -59,13 +75,14 @@ def worst_tokens(deviation: Float[np.ndarray, " T"], fraction: float) -> Bool[np
 
 
 @partial(jax.jit, static_argnames="storage")
-def _true_deviation(
+def _deviation(
     model: Any,
     stored: LatentPool,
     full: LatentPool,
     places: Int[Array, "6 P"],
     count: Int[Array, ""],
     prompt: Int[Array, ""],
+    layers: Int[Array, " K"],
     *,
     storage: Storage,
 ) -> Float[Array, " P"]:
@@ -75,7 +92,7 @@ def _true_deviation(
     own = model.rotary.fine_cos.ndim == 3  # a table a layer
 
     def relative(here: Float[Array, "P W"], now: Float[Array, "P W"]) -> Float[Array, " P"]:
-        size = jnp.sum(jnp.where(real[:, None], now**2, 0)) / count
+        size = jnp.sum(jnp.where(real[:, None], now**2, 0)) / count if len(layers) > 1 else 1.0
         return jnp.sum((here - now) ** 2, axis=-1) / size
 
     def add(total: Float[Array, " P"], layer: Int[Array, ""]) -> tuple[Float[Array, " P"], None]:
@@ -89,5 +106,5 @@ def _true_deviation(
             key = rotate(heads, position - place, rotary).reshape(len(key), -1)
         return total + relative(latent, now_latent) + relative(key, now_key[:, : key.shape[1]]), None
 
-    total, _ = jax.lax.scan(add, jnp.zeros(places.shape[1]), jnp.arange(rows.num_layers))
+    total, _ = jax.lax.scan(add, jnp.zeros(places.shape[1]), layers)
     return total

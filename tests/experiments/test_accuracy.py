@@ -79,17 +79,20 @@ def rows(servers):
     return [{"model": "tiny", "weights": "", **row} for server in servers for row in server.rows(lanes, 2)]
 
 
-@pytest.mark.parametrize("name", ["naive", "irminsul-no-carve-out", "irminsul+repair:0.2", "isolated"])
+@pytest.mark.parametrize(
+    "name", ["naive", "irminsul-no-carve-out", "irminsul+repair:0.2", "cacheblend:0.2", "isolated"]
+)
 def test_a_batch_is_served_as_the_engine_serves_each(servers, name):
     each = lane(name)
     server = servers[0 if each.isolated else 1]  # the texts are too short for a chunk behind the sink
-    turned, served = server.serve([lane("irminsul"), each])  # two policies side by side
+    beside = [lane("irminsul")] if name == "naive" else []
+    *others, served = server.serve([*beside, each])  # of one policy, or of two side by side
     for index, asked in enumerate(server.asked):
         alone = prefill(server.model, server.cached(each)[index], asked.prompt, each.policy, donate=False)
         assert served.bins[index] == alone.request.plan.bins
         assert_close(np.asarray(served.logits[index][0]), np.asarray(alone.logits))
     assert sum(bins["shifted"] for bins in served.bins) > 100
-    if name == "naive":
+    for turned in others:
         assert np.abs(np.asarray(served.logits) - np.asarray(turned.logits)).max() > 1e-4
 
 
