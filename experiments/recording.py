@@ -7,7 +7,6 @@ a study moves them.
 
 import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,8 +159,3 @@ def turn(keys: Float[Array, "L N J R"], delta: Int[Array, " N"], rotary: RotaryT
     """``R(delta)`` on the keys of every layer, by the layer's own table."""
     layers = jnp.arange(keys.shape[0], dtype=jnp.int32)
     return jax.vmap(lambda layer, part: rotate(part, delta, layer_table(rotary, layer)))(layers, keys)
-
-
-def norm_ratio(difference: Any, reference: Any) -> float:
-    """Relative L2: Frobenius norm of ``difference`` over that of ``reference``."""
-    return float(jnp.linalg.norm(difference.ravel()) / jnp.linalg.norm(reference.ravel()))

@@ -10,7 +10,6 @@ import numpy as np
 from experiments.plots import STYLE, entitle
 
 COLOURS = {"fresh": "#8c8c8c", "from the start": "#b3362c", "from the middle": "#1f4e8c"}
-MODEL_MARKERS = "osD^v"
 
 
 def plot_mass(rows: Sequence[dict[str, Any]], first_tokens: int, path: Path) -> None:

@@ -1,9 +1,11 @@
 """What the two forms of latent attention cost, so that a caller can take the cheaper one.
 
 Counted in floating-point operations, with every query seeing every row. Letters as in ``page_table.py``, ``K`` and
-``V`` the widths of a head's key (without its rotary part) and value. Counting suffices on a CPU: both forms spend their
-time in matrix products and pass over equally many scores. Measured on two Xeon cores (float32, H = 8, C = 512,
-K = V = R = 64, 4096 rows), time of absorbed over time of expanded, and the ratio of the counts:
+``V`` the widths of a head's key (without its rotary part) and value. With many rows the expanded form takes fewer
+beyond ``C (K + V) / (2 C - K - V)`` queries, whatever the heads: 73 for C = 512, K = V = 64, and 171 for K = V = 128.
+Counting suffices on a CPU: both forms spend their time in matrix products and pass over equally many scores. Measured
+on two Xeon cores (float32, H = 8, C = 512, K = V = R = 64, 4096 rows), time of absorbed over time of expanded, and the
+ratio of the counts:
 
     queries    16     64    128    256    512   1024   2048
     measured  0.33   0.87   1.22   2.2    3.0    3.6    4.0
@@ -20,10 +22,6 @@ absorbed kernel over that of ``expanded_hopper.py`` end to end in parts of 16,38
 
 There the expanded form needs 128 queries times heads in plenty: 16 heads of 128 queries occupy 16 of 132 processors.
 """
-
-from typing import Literal
-
-Form = Literal["absorbed", "expanded"]
 
 
 def absorbed_flops(
@@ -42,22 +40,3 @@ def expanded_flops(
     attention = queries * rows * (key_width + rope_width + value_width)
     projection = rows * latent_width * (key_width + value_width)
     return 2 * heads * (attention + projection)
-
-
-def cheaper_form(
-    queries: int, rows: int, *, heads: int, latent_width: int, key_width: int, value_width: int, rope_width: int
-) -> Form:
-    """The form that costs fewer operations for a block of ``queries`` that share ``rows``; absorbed if equal.
-
-    With many rows the number of heads and rows cancels: expanded wins beyond ``C (K + V) / (2 C - K - V)`` queries, 73
-    for C = 512, K = V = 64 and 171 for K = V = 128.
-    """
-    widths = {
-        "heads": heads,
-        "latent_width": latent_width,
-        "key_width": key_width,
-        "value_width": value_width,
-        "rope_width": rope_width,
-    }
-    expanded_wins = expanded_flops(queries, rows, **widths) < absorbed_flops(queries, rows, **widths)
-    return "expanded" if expanded_wins else "absorbed"
