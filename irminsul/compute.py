@@ -5,7 +5,7 @@ writing its rows in place and attending to the page table. With ``M`` computed t
 their positions)``.
 """
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -48,16 +48,20 @@ class PrefillBatch:
 @struct.dataclass
 class PackedBatch:
     """A ``PrefillBatch`` laid into one array: the columns of tokens ``[5, capacity]``, copies and page table
-    ``[7, entries]``, and both counts."""
+    ``[7, entries]``, and both counts. ``rest`` are the columns of tokens behind those, where there is room for more."""
 
     flat: Int[Array | np.ndarray, "*B F"]
     capacity: int = struct.field(pytree_node=False)
     entries: int = struct.field(pytree_node=False)
+    rest: Int[Array, "5 R"] | None = None
 
     def unpacked(self) -> PrefillBatch:
         """The batch, whose arrays are views of ``flat`` inside a compiled program."""
         flat = jnp.asarray(self.flat)
-        tokens, positions, *slots = flat[: 5 * self.capacity].reshape(5, self.capacity)
+        by_token = flat[: 5 * self.capacity].reshape(5, self.capacity)
+        if self.rest is not None:
+            by_token = jnp.concatenate([by_token, self.rest], axis=1)
+        tokens, positions, *slots = by_token
         by_entry = flat[5 * self.capacity : -2].reshape(7, self.entries)
         return PrefillBatch(
             tokens=tokens,
@@ -78,6 +82,21 @@ def empty_flat(capacity: int, entries: int, num_pages: int, *prompts: int) -> In
     flat = np.zeros((*prompts, 5 * capacity + 7 * entries + 2), np.int32)
     flat[..., capacity : 2 * capacity], flat[..., 2 * capacity : 3 * capacity] = -1, num_pages
     return flat
+
+
+def rest_of(columns: Int[np.ndarray, "5 M"], capacity: int, num_pages: int) -> Int[Array, "5 R"]:
+    """The ``rest`` of a ``PackedBatch`` with room for ``capacity`` tokens, on the device: what it holds of few tokens,
+    nothing, lies there already."""
+    if not columns.shape[1]:
+        return _empty_rest(capacity, num_pages)
+    rest = empty_flat(capacity, 0, num_pages)[:-2].reshape(5, capacity)
+    rest[:, : columns.shape[1]] = columns
+    return jnp.asarray(rest)
+
+
+@lru_cache(maxsize=8)
+def _empty_rest(capacity: int, num_pages: int) -> Int[Array, "5 R"]:
+    return jnp.asarray(empty_flat(capacity, 0, num_pages)[:-2].reshape(5, capacity))
 
 
 def compute_blocks(

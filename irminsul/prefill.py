@@ -17,13 +17,16 @@ from irminsul.blocks import Block, Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_key import Context
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use, share
-from irminsul.compute import PackedBatch, empty_flat, run_prefill
+from irminsul.compute import PackedBatch, empty_flat, rest_of, run_prefill
 from irminsul.content import PromptContent, extend_content, read_content
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import Readable, ReusePlan, Span, plan_prompt
 from irminsul.policies import Policy, get_policy
 from irminsul.repair import lend, privatise, with_repairs
 from irminsul.sources import isolated_spans, readable, sources_of
+from pallas_kernels.mesh_axes import EXPERT, SEQUENCE, TENSOR, split_axes
+
+NEAR_TOKENS = 4096  # computed tokens that are handed to the device with the page table, others behind them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -399,19 +402,23 @@ def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -
 
 def pack_batch(cache: ContentCache, placement: Placement, request: Request, capacity: int | None = None) -> PackedBatch:
     """Pads a placement to the capacities of the compiled program: ``capacity`` tokens, by default a whole prompt."""
-    capacity, entries = capacity or cache.config.max_prompt_tokens, cache.config.table_entries
+    whole, entries = capacity or cache.config.max_prompt_tokens, cache.config.table_entries
     positions, table = placement.positions, request.entries
     copies = [
         (r.copied_from, page) for r, page in zip(request.fresh, request.pages.tolist(), strict=True) if r.copied_rows
     ]
     copies += zip(placement.private.tolist(), request.private.tolist(), strict=True)
     copied = np.asarray(copies, np.int32).reshape(-1, 2)
-    # One array to transfer: fourteen cost a millisecond ahead of the first token, and joining them another.
-    flat = empty_flat(capacity, entries, cache.tree.num_pages)
-    by_token, by_entry = flat[: 5 * capacity].reshape(5, capacity), flat[5 * capacity : -2].reshape(7, entries)
-    columns = (request.plan.content.tokens[positions], positions, placement.write_page, placement.write_row)
-    for column, values in zip(by_token, (*columns, placement.write_position), strict=True):
-        column[: len(positions)] = values
+    # One array to transfer, as large as most hits need: fourteen cost a millisecond ahead of the first token, joining
+    # them another, and room for 65,536 tokens in it half of one. What lies on a device already is no mesh's.
+    near = whole if capacity or split_axes(SEQUENCE, TENSOR, EXPERT) else min(whole, NEAR_TOKENS)
+    pages = cache.tree.num_pages
+    flat = empty_flat(near, entries, pages)
+    by_token, by_entry = flat[: 5 * near].reshape(5, near), flat[5 * near : -2].reshape(7, entries)
+    slots = (placement.write_page, placement.write_row, placement.write_position)
+    columns = np.stack([request.plan.content.tokens[positions], positions, *slots])
+    by_token[:, : len(positions)] = columns[:, :near]
     by_entry[:2, : len(copied)], by_entry[2:, : len(table)] = copied.T, table.T
     flat[-2:] = len(positions), len(copied)
-    return PackedBatch(flat, capacity, entries)
+    rest = rest_of(columns[:, near:], whole - near, pages) if near < whole else None
+    return PackedBatch(flat, near, entries, rest)

@@ -1,14 +1,18 @@
 """Where rows go: the layout of a prompt depends on its content alone, however much of it was stored before."""
 
+import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from irminsul import prefill as prefill_module
 from irminsul.cache import CacheConfig, new_cache
+from irminsul.compilation import count_compilations
+from irminsul.compute import PackedBatch
 from irminsul.placement import FRESH, assign, place
 from irminsul.plan import EXACT
 from irminsul.policies import get_policy
-from irminsul.prefill import complete, prefill
+from irminsul.prefill import complete, pack_batch, prefill, propose
 from tests.irminsul.conftest import SMALL_CHUNKS
 from tests.irminsul.serving import plan_of, prompts, random_tokens
 
@@ -81,3 +85,25 @@ def test_assigned_pages_take_the_place_of_stand_ins():
     assert parents == [-1, *pages[:-1].tolist()]
     assert [page.begin for page in assigned.fresh[1:]] == [page.end for page in assigned.fresh[:-1]]
     assert assigned.fresh[-1].end == 120
+
+
+def test_a_batch_says_the_same_in_one_array_or_two(monkeypatch):
+    """Prompts that fill the first array and prompts that do not, by one program."""
+    proposals = [propose(None, new_cache(CONFIG), random_tokens(seed, count)) for seed, count in ((0, 101), (1, 16))]
+
+    def packed():
+        return [pack_batch(one.cache, one.placement, one.request) for one in proposals]
+
+    unpack = jax.jit(PackedBatch.unpacked)
+    whole = packed()
+    monkeypatch.setattr(prefill_module, "NEAR_TOKENS", 16)
+    long, short = packed()
+    assert whole[0].rest is None
+    assert whole[0].flat.size - long.flat.size == long.rest.size == 5 * (LIMIT - 16)
+    assert (np.asarray(long.rest)[1] >= 0).sum() == 101 - 16
+    jax.tree.map(np.testing.assert_array_equal, unpack(short), whole[1].unpacked())
+    with count_compilations() as compiled:
+        found = unpack(long)
+    assert compiled.programs == 0
+    jax.tree.map(np.testing.assert_array_equal, found, whole[0].unpacked())
+    assert packed()[1].rest is short.rest  # on the device already
