@@ -51,8 +51,8 @@ class Speed:
         return random_model_on_device(self.settings["preset"], self.settings["seed"], self.dtype, **self.shape)
 
     def compile(self, name: str) -> list[dict[str, Any]]:
-        """Compiles what ``rows`` runs from shapes alone, for JAX's compilation cache: seconds by program, and how many
-        collectives stand in it; those of a layer stand there once for each kind of layer."""
+        """Compiles what ``rows`` runs from shapes alone, for JAX's compilation cache: by program seconds, temporary
+        memory, and how many collectives stand in it; those of a layer stand there once for each kind of layer."""
         family, config = families.read_config(self.settings["preset"], **self.shape)
         rotary = family.rotary(config)
         with _on(name) as mesh:
@@ -75,12 +75,12 @@ class Speed:
                 server.model, pool, batch, blocks=proposal.blocks, cost=cost_model(server.model),
                 storage=cache.config.storage, keep_hidden=False,
             ).compile()  # fmt: skip
-            counts = [_collectives(compiled.as_text() or "")]
+            counts = [_inside(compiled)]
             started.append(time.perf_counter())
             for size in self.batches:
                 decoding = decoding_of(server, batch=size, context=self.settings["decode_context"], moved=False)
                 compiled = decode_step.lower(server.model, pool, *decoding, storage=cache.config.storage).compile()
-                counts.append(_collectives(compiled.as_text() or ""))
+                counts.append(_inside(compiled))
                 started.append(time.perf_counter())
         programs = ["prefill", *(f"decode_{size}" for size in self.batches)]
         return [
@@ -88,7 +88,7 @@ class Speed:
             for program, seconds, found in zip(programs, np.diff(started).tolist(), counts, strict=True)
             for row in (
                 {"what": f"{program}_compile_seconds", "mesh": name, "value": seconds},
-                *({"what": f"{program}_{kind}s", "mesh": name, "value": count} for kind, count in found.items()),
+                *({"what": f"{program}_{kind}", "mesh": name, "value": value} for kind, value in found.items()),
             )
         ]
 
@@ -134,11 +134,13 @@ class Speed:
         return seconds[1:], kept[0]
 
 
-def _collectives(text: str) -> dict[str, int]:
-    """How often each kind of collective stands in a compiled program."""
-    kinds = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-    counts = {kind.replace("-", "_"): len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in kinds}
-    return {kind: count for kind, count in counts.items() if count}
+def _inside(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """How often each kind of collective stands in a program, and gigabytes that it takes beside what it is given."""
+    kinds, text = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"), compiled.as_text()
+    counts = {kind.replace("-", "_") + "s": len(re.findall(rf" {kind}(?:-start)?\(", text or "")) for kind in kinds}
+    memory = compiled.memory_analysis()
+    found: dict[str, float] = {kind: count for kind, count in counts.items() if count}
+    return found | ({} if memory is None else {"temporary_gb": memory.temp_size_in_bytes / 1e9})
 
 
 @contextlib.contextmanager
