@@ -338,7 +338,7 @@ def _body(
             latent.at[0, side][...] = out.astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(latent.at[0, side], target)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes are done when the kernel is
 
     def run(role, registers, action):
         if not interpret:
