@@ -1,12 +1,15 @@
 """Distillation of a converted model: it comes nearer to its original, resumes where it stopped, and is kept as int8."""
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import heal as study
+from experiments.configs import heal as configuration
 from models import convert
 from models.convert import distillation as heal
 from models.convert import healed
@@ -134,6 +137,22 @@ def test_of_several_learning_rates_the_best_is_known_and_the_next_run_begins_afr
     assert found[0.0] == pytest.approx(heal.measure(healing.teacher, healing.student, held, False, 8)["kl"], abs=1e-5)
     assert 0 < seconds < 60
     assert int(healing.first_state().step) == 0
+
+
+def test_a_run_takes_the_steps_asked_for_or_as_many_as_there_is_time_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "try_rates", lambda *arguments: ({1e-3: 0.2, 2e-3: 0.1}, 2.0))
+    config = configuration.get_config()
+    config.trial_steps = 1
+
+    def plan(name, minutes):
+        config.minutes = minutes
+        return study._plan(config, None, None, None, tmp_path / name, time.monotonic())
+
+    assert [plan(name, minutes)["steps"] for name, minutes in (("a", 0.0), ("b", 100.0))] == [config.steps] * 2
+    short = plan("c", 1.0)
+    assert 20 <= short["steps"] <= 30
+    assert short["learning_rate"] == 2e-3
+    assert plan("c", 100.0) == short  # a run that is resumed goes on as it began
 
 
 def test_changes_are_counted_in_units_of_what_they_change(pair, healing):
