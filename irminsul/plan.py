@@ -142,6 +142,10 @@ def _fit_entries(
     def density(span: Span) -> int:
         return (len(span.pieces) << 10) // (span.end - span.begin)
 
+    pieces = sum(len(span.pieces) for span in spans)
+    # Where even this much fits, the runs need not be counted one by one.
+    if pieces + length // page_size + len(spans) + len(segment_ends) + 1 <= max_entries:
+        return list(spans)
     entries = sum(
         fresh_pages(span.begin, span.end) if span.computed else len(span.pieces) for span in _fill_gaps(spans, length)
     )
