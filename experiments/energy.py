@@ -24,7 +24,7 @@ from experiments.names import listed
 from experiments.reuse_prompts import HEADER
 from irminsul.compilation import count_compilations
 
-QUICK = {"dtype": "float32", "cached": 256, "fresh": 64, "batch": 2, "other_cached": "128", "other_batches": "1"}
+QUICK = {"dtype": "float32", "cached": 256, "fresh": 64, "batch": 2, "other_cached": "128", "other_batches": ""}
 QUICK |= {"seconds": 0.0, "repeats": 1, "pool_gigabytes": 0.003}
 PARTS = "A process a model, alone on its GPU: `irminsul run energy --config.models=NAME --out=PARTS/NAME` each."
 BRIEF: tuple[Scenario, ...] = ("miss", "exact", "shifted")

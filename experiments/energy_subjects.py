@@ -112,8 +112,8 @@ class AttentionSubject:
             raise Unfit(f"{batch} documents of {cached} tokens exceed a pool of {config.num_pages * config.page_size}")
         self.cached, self.fresh = cached, fresh
         self.documents = [self._new(cached + HEADER) for _ in range(batch)]
-        _, segment = self._shared("miss")
-        self.server.serve_in_a_row(self.documents, get_policy("irminsul"), segment=segment)
+        together, segment = self._shared("miss")
+        self.server.serve_in_a_row(self.documents, get_policy("irminsul"), together=together, segment=segment)
 
     def serve(self, scenario: Scenario, seconds: float = 0.0) -> tuple[Any, int]:
         policy = FULL if scenario == "miss" else HIT
@@ -138,9 +138,9 @@ class AttentionSubject:
     def _prompt(self, scenario: Scenario, document: np.ndarray) -> np.ndarray:
         if scenario == "exact":
             return np.concatenate([document[: self.cached], self._new(self.fresh)])
-        head = self._new(self.fresh // 8)
+        head = self._new(max(self.fresh // 8, HIT.sink_tokens))
         known = document[HEADER:] if scenario != "miss" else self._new(self.cached)
-        return np.concatenate([head, known, self._new(self.fresh - self.fresh // 8)])
+        return np.concatenate([head, known, self._new(self.fresh - len(head))])
 
     def work(self, scenario: Scenario) -> tuple[float, float]:
         assert self.server.cache.pool is not None

@@ -13,7 +13,7 @@ from experiments.errors import InputError
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     config = get_config()
-    config.quick, config.models, config.other_batches = True, "mla,mamba2,gdn", ""
+    config.quick, config.models = True, "mla,mamba2,gdn"
     out = tmp_path_factory.mktemp("energy")
     run.run(config, out)
     assert (out / "saved.png").stat().st_size > 5_000
@@ -25,7 +25,8 @@ def result(tmp_path_factory):
 def test_a_moved_hit_saves_where_tokens_have_rows_and_nothing_where_they_have_none(result):
     summary = result["summary"]
     assert 0.5 < summary["operations_saved_mla"] < 0.9
-    assert 0 < summary["energy_saved_mla_half"] < summary["energy_saved_mla"] < summary["energy_saved_mla_exact"] < 1
+    assert 0 < summary["energy_saved_mla_half"] < summary["energy_saved_mla"] < 1
+    assert summary["energy_saved_mla"] == pytest.approx(summary["energy_saved_mla_exact"], abs=0.02)
     assert summary["energy_saved_mamba2"] == 0
     assert summary["energy_saved_mamba2_exact"] > 0.4
     assert not any("gdn" in name for name in summary)
@@ -50,7 +51,7 @@ def test_results_of_single_models_are_put_together(result, tmp_path):
         (tmp_path / "parts" / name).mkdir(parents=True)
         (tmp_path / "parts" / name / "result.json").write_text(json.dumps(part))
     config = get_config()
-    config.quick, config.models, config.other_batches = True, "mla,mamba2,gdn", ""
+    config.quick, config.models = True, "mla,mamba2,gdn"
     config.parts = str(tmp_path / "parts")
     whole = energy.run(config, tmp_path)
     assert whole["summary"] == result["summary"]
