@@ -2,8 +2,9 @@
 
 A tile of 64 query rows would be three quarters padding for 16 heads. Here scores are ``S^T = K Q^T`` (64 rows by
 heads) and the accumulator is ``O^T = V^T P^T`` (latent width by heads), which 128 threads hold with room to spare. So
-each of the two warpgroups walks pages of its own, every second one, with a softmax of its own, and never waits for the
-other: what they found is merged like splits. One page is in flight while another is computed, which hides memory.
+each of the two warpgroups walks pages of its own, every second one, with a softmax of its own, and does not wait for
+the other before the end: then each takes half of the values of both. One page is in flight while another is computed,
+which hides memory.
 """
 
 from functools import partial
@@ -52,15 +53,15 @@ def attend_tiles(
     rotate: bool,
     interpret: bool,
 ) -> tuple[Float[Array, "P W H C"], Float[Array, "P W H"]]:
-    """Per split and warpgroup: the float32 output and natural log-sum-exp of every tile, one token a tile."""
+    """Per split: output and natural log-sum-exp of every tile, one token a tile; the output in float32 if several."""
     tiles, heads, width = q_latent.shape
     splits, part = schedule.bounds.shape[1] - 1, width // PARTS
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
     kernel = plgpu.kernel(
         partial(_body, scale=scale, rotate=rotate, interpret=interpret),
         out_type=(
-            jax.ShapeDtypeStruct((splits * WARPGROUPS, tiles, heads, width), jnp.float32),
-            jax.ShapeDtypeStruct((splits * WARPGROUPS, tiles, heads), jnp.float32),
+            jax.ShapeDtypeStruct((splits, tiles, heads, width), jnp.bfloat16 if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((splits, tiles, heads), jnp.float32),
         ),
         grid=(tiles, splits),
         grid_names=("tile", "split"),
@@ -73,9 +74,12 @@ def attend_tiles(
             "rope": tile((WARPGROUPS, PAGE_ROWS, ROPE_WIDTH)),
             "weights": tile((WARPGROUPS, heads, PAGE_ROWS)),
             "scratch": plgpu.SMEM((WARPGROUPS, 32 * heads), jnp.float32),
+            # Of each warpgroup: maximum and sum of weights.
+            "found": plgpu.SMEM((WARPGROUPS, 2, heads), jnp.float32),
             "query_loaded": plgpu.Barrier(num_arrivals=1),
             "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * PARTS),
             "rope_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
+            "exchanged": plgpu.Barrier(num_arrivals=WARPGROUPS),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=512
@@ -92,7 +96,7 @@ def _body(
     request_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref, factors_ref,
     q_latent_ref, q_rope_ref, q_turns_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
     *, scale, rotate, interpret, query, query_rope, latent, rope, weights, scratch,
-    query_loaded, latent_loaded, rope_loaded,
+    found, query_loaded, latent_loaded, rope_loaded, exchanged,
 ):  # fmt: skip
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
     request, layer, position = request_ref[tile], layer_ref[0], last_ref[tile]
@@ -187,11 +191,38 @@ def _body(
     )
     out, maximum, total, _ = lax.fori_loop(first, stop, one_page, start)
     total = reduce_rows("add", total, scratch.at[me], interpret)
-    seen = total > 0
-    safe = jnp.where(seen, total, 1.0)
-    place = WARPGROUPS * split + me
-    for values, sums in zip(parts, out, strict=True):
-        mean = sums / lax.broadcast_in_dim(safe, sums.shape, [1])
-        store_transposed(out_ref.at[place, tile, :, values], mean, interpret)
-    lse = (maximum + jnp.log(safe) * LOG2E) * (1 / LOG2E)
-    lse_ref.at[place, tile][...] = jnp.where(seen, lse, -jnp.inf)
+
+    def in_pages(warpgroup, index):
+        """Where its pages were: room for one part of its values, transposed, each the sum of two of bfloat16."""
+        tiles = (latent.at[warpgroup, index, pl.ds(half * heads, heads)] for half in range(2))
+        return [tile.transpose((1, 0)) for tile in tiles]
+
+    def finish(side):
+        """Hands the other part over, takes the own part of the other warpgroup and writes it."""
+        other = 1 - side
+        high, low = in_pages(side, other)
+        given = out[other].astype(jnp.bfloat16)
+        high[...] = given
+        low[...] = (out[other] - given.astype(jnp.float32)).astype(jnp.bfloat16)
+        for index, value in enumerate((maximum, total)):
+            found.at[side, index][...] = value
+        plgpu.barrier_arrive(exchanged)
+        plgpu.barrier_wait(exchanged)
+        theirs, their_total = (plgpu.load(found.at[other, i], layout=columns, optimized=False) for i in range(2))
+        new = jnp.maximum(maximum, theirs)
+        mine, its = jnp.exp2(maximum - new), jnp.exp2(theirs - new)
+        both = total * mine + their_total * its
+        seen = both > 0
+        safe = jnp.where(seen, both, 1.0)
+        kept = out[side] * lax.broadcast_in_dim(mine / safe, out[side].shape, [1])
+        share = lax.broadcast_in_dim(its / safe, kept.shape, [1])
+        for piece in in_pages(other, side):
+            kept = kept + plgpu.load(piece, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32) * share
+        target = out_ref.at[split, tile, :, parts[side]]
+        store_transposed(target, kept.astype(out_ref.dtype), interpret)
+        if side == 0:
+            lse = (new + jnp.log(safe) * LOG2E) * (1 / LOG2E)
+            lse_ref.at[split, tile][...] = jnp.where(seen, lse, -jnp.inf)
+
+    for side in range(WARPGROUPS):
+        pl.when(me == side)(partial(finish, side))
