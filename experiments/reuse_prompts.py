@@ -120,7 +120,8 @@ class Server:
         """
         config = self.cache.config
         stand_in = new_pool(self.model.row_format, 1, config.page_size, config.dtype)
-        books, pool = dataclasses.replace(self.cache, pool=stand_in), [self.cache.pool]
+        books = dataclasses.replace(self.cache, pool=stand_in)
+        pool: list[Any] = [self.cache.pool]
         waiting: list[Admission] = []
         computing: list[Future[Any]] = []
 
@@ -130,7 +131,7 @@ class Server:
             return logits
 
         def shared(batch: PackedBatch) -> Any:
-            settings = {"most_rows": config.max_prompt_tokens, "storage": config.storage}
+            settings: dict[str, Any] = {"most_rows": config.max_prompt_tokens, "storage": config.storage}
             logits, pool[0] = run_together(self.model, pool[0], batch, **settings)
             return logits
 

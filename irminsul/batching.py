@@ -407,6 +407,7 @@ class Batcher:
             self._prefill_piece(sharing[0])
             return
         config = self.cache.config
+        assert self.cache.pool is not None
         batch = pack_together([one.admission for one in sharing], self.together, self.segment)
         logits, pool = run_together(
             self.model, self.cache.pool, batch, most_rows=config.max_prompt_tokens, storage=config.storage

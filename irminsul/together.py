@@ -63,6 +63,7 @@ def prefill_together(
     def compute(cache: ContentCache) -> ContentCache:
         if not waiting:
             return cache
+        assert cache.pool is not None
         batch = pack_together(waiting, count, segment)
         together, pool = run_together(
             model, cache.pool, batch, most_rows=cache.config.max_prompt_tokens, storage=cache.config.storage

@@ -54,8 +54,8 @@ def rotated_grouped_attention(
             for pages in (key_pages, value_pages)
         )
         # Written out, since all heads share them: looked up anew by every value of a key they cost more than its bytes.
-        factors = lax.optimization_barrier(cos_sin(rotary, delta))
-        turned = apply_rotation(key, *(factor[:, None] for factor in factors), rotary.interleaved)
+        cos, sin = lax.optimization_barrier(cos_sin(rotary, delta))
+        turned = apply_rotation(key, cos[:, None], sin[:, None], rotary.interleaved)
         return jnp.where(delta[:, None, None] == 0, key, turned), None, value
 
     row_bytes = 2 * key_heads * width * query.dtype.itemsize
