@@ -162,6 +162,8 @@ def create_app(endpoint: Endpoint) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return JSONResponse(error_body(f"body: no JSON ({first['ctx']['error']}); send an object"), 400)
         param = ".".join(str(part) for part in first["loc"][1:]) or None
         return JSONResponse(error_body(f"{param or 'body'}: {first['msg']}", param), 400)
 

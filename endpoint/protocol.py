@@ -8,7 +8,7 @@ import time
 import uuid
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class BadRequestError(ValueError):
@@ -52,8 +52,15 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     n: int = 1
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        """A field that is null is one that was left out."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
     @property
     def most_tokens(self) -> int | None:
+        """The longest answer asked for."""
         return self.max_completion_tokens or self.max_tokens
 
     @property

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import models
-from models import Tokenizer, pretrained, smollm2
+from models import Tokenizer
 from models.families import Model
 
 ENDINGS = ("<|im_end|>", "<|end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
@@ -27,11 +27,7 @@ def load(name: str, dtype: str = "float32") -> ServedModel:
       As ``models.load`` and ``models.load_tokenizer``; ValueError if the tokenizer has ids that the model has not.
     """
     model = models.load(name, dtype)
-    if name in (smollm2.NAME, smollm2.MLA_NAME):
-        tokenizer = smollm2.load_tokenizer()
-    else:
-        folders = (Path(name), pretrained.FOLDER / name, pretrained.TOKENIZER.parent)
-        tokenizer = models.load_tokenizer(next(path for path in folders if (path / "tokenizer.json").is_file()))
+    tokenizer = models.load_tokenizer(name, reference=True)
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
             f"model {name} has {model.vocab_size} ids, fewer than its tokenizer's {tokenizer.vocab_size}; put the "

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 import models
 from experiments.errors import InputError
-from models import convert, pretrained, smollm2
+from models import convert
 from models.families import Model
 from models.training.text import token_stream
 
@@ -57,12 +57,5 @@ def convert_on(config: ConfigDict, base: Model, stream: np.ndarray, out: Path) -
 
 def text(config: ConfigDict, source: str) -> np.ndarray:
     """The stream of tokens of a text, or of ``.u16.xz`` tokens of the base."""
-    backend = None if source.endswith(".u16.xz") else load_tokenizer(config.base).backend
+    backend = None if source.endswith(".u16.xz") else models.load_tokenizer(config.base).backend
     return token_stream(Path(source), backend, None, separator=config.separator)
-
-
-def load_tokenizer(base: str) -> models.Tokenizer:
-    """Of SmolLM2, of a folder, or the one that the reference models share."""
-    if base == smollm2.NAME:
-        return smollm2.load_tokenizer()
-    return models.load_tokenizer(base if Path(base).is_dir() else pretrained.TOKENIZER.parent)

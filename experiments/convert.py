@@ -26,7 +26,7 @@ from experiments.convert_parts import Form, Parts, shared_out
 from experiments.convert_shift import shift_divergences
 from experiments.errors import InputError
 from experiments.passage_questions import PassageQuestion
-from models import convert, smollm2
+from models import convert
 from models.convert import healed
 from models.families import Model
 from models.kv_view import DenseView
@@ -63,7 +63,7 @@ class Study:
         self.config, self.out = config, out
         self.sizes = config.quick_sizes if config.quick else config.sizes
         self.base = models.load(config.base, jnp.float32)
-        self.tokenizer = smollm2.load_tokenizer() if config.base == smollm2.NAME else models.load_tokenizer(config.base)
+        self.tokenizer = models.load_tokenizer(config.base)
         self.folder = Path(config.data)
         self.statistics: convert.Statistics | None = None
         self.expected: np.ndarray | None = None  # the original's answers in a chat

@@ -124,7 +124,7 @@ def _own_text(config: ConfigDict, base: Model, stream: np.ndarray, work: Path, s
     """What the original writes, kept in the work folder."""
     path = work / "own_text.npy"
     if not path.exists():
-        tokenizer = calibrate.load_tokenizer(config.base)
+        tokenizer = models.load_tokenizer(config.base)
         passages = calibrate.text(config, config.passages) if config.passages else stream
         narrow = dataclasses.replace(
             base, params=jax.tree.map(lambda leaf: leaf.astype(config.dtype), base.params), digest=""

@@ -69,7 +69,7 @@ def subject(name: str, dtype: str = "float32", seed: int = 0) -> Subject:
             model, trained = models.random_model(name, seed, dtype), False
         else:
             model, trained = models.load(name, dtype), True  # says which names there are
-        tokenizer = _tokenizer(name, folder)
+        tokenizer = models.load_tokenizer(name, reference=True)
     except (ValueError, OSError, ImportError) as error:
         raise InputError(f"models={name}: {error}") from error
     if tokenizer.vocab_size > model.vocab_size:
@@ -81,13 +81,6 @@ def subject(name: str, dtype: str = "float32", seed: int = 0) -> Subject:
     if bos is None and "bos_token" in tokenizer.special_tokens:
         bos = tokenizer.backend.token_to_id(tokenizer.special_tokens["bos_token"])
     return Subject(path.name, model, tokenizer.encode, trained, bos, tokenizer.decode)
-
-
-def _tokenizer(name: str, folder: Path) -> models.Tokenizer:
-    if name in SMOLLM2:
-        return smollm2.load_tokenizer()
-    own = (folder / "tokenizer.json").is_file()
-    return models.load_tokenizer(folder if own else pretrained.TOKENIZER.parent)
 
 
 def names(config: ConfigDict) -> list[str]:

@@ -17,6 +17,7 @@ import jinja2.sandbox
 import numpy as np
 import tokenizers
 
+from models import pretrained
 from models.chat_format import FORMATS
 
 # For models without a template of their own: one line naming the role, then the content, tools as JSON in front.
@@ -59,8 +60,15 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> np.ndarray:
-        """Token ids, int32 ``[T]``. Special tokens written out in ``text`` are recognised either way."""
-        return np.asarray(self.backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+        """Token ids, int32 ``[T]``. Special tokens written out in ``text`` are recognised either way.
+
+        Raises:
+          ValueError: for half a surrogate pair, which JSON can spell and no tokenizer reads.
+        """
+        try:
+            return np.asarray(self.backend.encode(text, add_special_tokens=add_special_tokens).ids, np.int32)
+        except TypeError as error:
+            raise ValueError("text holds half a surrogate pair, which is no character; leave it out") from error
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """The text of token ids."""
@@ -111,15 +119,26 @@ class Tokenizer:
         return self.encode(self.apply_chat_template(messages, tools, add_generation_prompt))
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(name_or_path: str | Path, *, reference: bool = False) -> Tokenizer:
     """The tokenizer of a checkpoint: ``tokenizer.json``, and where present ``tokenizer_config.json`` and
     ``chat_template.jinja``. Without a template, chats take the form known for the ``model_type`` of ``config.json``.
 
+    Args:
+      name_or_path: a folder, or a name that ``models.load`` knows.
+      reference: whoever has no tokenizer of its own takes the one that the reference models share.
+
     Raises:
       FileNotFoundError: if there is no ``tokenizer.json``.
+      ModuleNotFoundError: for "smollm2-135m" or its MLA form without their extra.
       ValueError: if it cannot be read.
     """
-    folder = Path(folder)
+    folder, name = Path(name_or_path), str(name_or_path)
+    if name in ("smollm2-135m", "smollm2-135m-mla"):
+        from models import smollm2  # reads GGUF, which nothing else needs
+
+        return smollm2.load_tokenizer()
+    if not (folder / "tokenizer.json").exists() and (reference or name in pretrained.names()):
+        folder = pretrained.TOKENIZER.parent
     path = folder / "tokenizer.json"
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; give the folder of a checkpoint with a tokenizer.json")

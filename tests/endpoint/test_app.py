@@ -132,6 +132,9 @@ def test_what_cannot_be_served_is_told():
             "/v1/chat/completions", json=ASK | {"messages": [{"role": "user", "content": "x" * 21}]}
         )
         assert long.json()["error"]["code"] == "context_length_exceeded"
+        broken = await client.post("/v1/chat/completions", content="{", headers={"content-type": "application/json"})
+        assert broken.status_code == 400
+        assert "body: no JSON" in broken.json()["error"]["message"]
         assert not loop.calls
         assert (await client.get("/health")).status_code == 200
         loop.alive = False

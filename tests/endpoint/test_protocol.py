@@ -51,6 +51,9 @@ def test_what_would_change_an_answer_is_refused_and_habits_are_not():
         with pytest.raises(BadRequestError, match=next(iter(fields))):
             protocol.check(request(**fields))
     assert protocol.messages_of(request())[0]["content"] == "x"
+    nothing = request(**dict.fromkeys(("temperature", "top_p", "n", "stream", "stop", "seed", "tools", "logprobs")))
+    protocol.check(nothing)
+    assert nothing == request()
 
 
 class Batcher:

@@ -84,9 +84,19 @@ def test_templates_are_sandboxed_and_their_errors_passed_on(folder, template, re
         tokenizer.apply_chat_template(CHAT)
 
 
+def test_names_that_load_knows(tmp_path):
+    """Reference models share one, a folder without one takes it if it may, and no other name does."""
+    named = load_tokenizer("irminsul-mini-mla")
+    assert named.vocab_size == load_tokenizer(tmp_path, reference=True).vocab_size == 8192
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist"):
+        load_tokenizer(tmp_path)
+
+
 def test_bad_input_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match="message 1 has no role"):
         load_tokenizer(folder).apply_chat_template([CHAT[0], {"content": "?"}])
+    with pytest.raises(ValueError, match="half a surrogate pair"):
+        load_tokenizer(folder).encode("a\ud800")
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json does not exist"):
         load_tokenizer(tmp_path / "nowhere")
     (folder / "tokenizer.json").write_text("{}")
