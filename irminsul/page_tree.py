@@ -187,6 +187,7 @@ def pages_to_evict(tree: PageTree, count: int, keep: np.ndarray, eviction: Evict
 # A walk compares this many pages at once, more after each block that agrees throughout: a long match costs a few
 # vectorised comparisons and a short one touches few pages.
 FIRST_BLOCK, LARGEST_BLOCK = 8, 256
+FIRST_BLOCK_LEFT = 2  # a run is found by an anchor that is never far from its beginning
 # Up to this many children are listed by their links; more are found by a search over all pages.
 FEW = 8
 
@@ -208,7 +209,7 @@ def walk_left(
     the root with nothing left of it.
     """
     pieces: list[Piece] = []
-    block = FIRST_BLOCK
+    block = FIRST_BLOCK_LEFT
     while end > floor:
         pages, ends = _ancestors(tree, page, row_end, block, end - floor)
         owned = _leading_of(tree, pages, owners)
@@ -248,9 +249,10 @@ def walk_right(
     taken, the newest of equals. ``pages_ahead`` are compared at first: a guess, which changes nothing but the time.
     """
     pieces: list[Piece] = []
-    block = max(FIRST_BLOCK, min(pages_ahead, LARGEST_BLOCK))
+    block = FIRST_BLOCK
+    at_once = max(block, min(pages_ahead, LARGEST_BLOCK))
     while begin < stop:
-        pages, ends, only = _only_descendants(tree, page, row_begin, block, stop - begin)
+        pages, ends, only = _only_descendants(tree, page, row_begin, at_once, stop - begin)
         begins = [row_begin, *[0] * (len(pages) - 1)]
         places = list(accumulate(map(sub, ends, begins), initial=begin))
         agree = _agree(tree, prompt[begin : min(stop, places[-1])], pages, begins, ends, pure)
@@ -260,7 +262,7 @@ def walk_right(
         page, row_begin = pages[last], begins[last] + begin - places[last]
         if row_begin > begins[last]:
             pieces.append(Piece(page, begins[last], row_begin, places[last]))
-        block = min(4 * block, LARGEST_BLOCK)
+        at_once = block = min(4 * block, LARGEST_BLOCK)
         if begin == places[-1] and only != NONE:  # what it holds is compared with the pages behind it
             page, row_begin = only, 0
             continue

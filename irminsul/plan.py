@@ -245,7 +245,7 @@ def _shifted_spans(
             if not pieces:
                 continue
             position = _accept(pieces, tree.base_position, policy, bins, spans)
-            pages_ahead = len(pieces)  # neighbours are often as long
+            pages_ahead = len(pieces) + 1  # neighbours are often as long
             break
         at = max(at + 1, int(np.searchsorted(passed, position, side="right")))
     return _long_enough(spans, begin, policy, bins)
