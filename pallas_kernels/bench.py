@@ -111,13 +111,13 @@ def run(specs: list[ArgSpec], repeats: int, matmul_size: int) -> Iterator[dict[s
     """The result so far, after every program."""
     tasks = sorted((task for spec in specs for task in tasks_of(spec)), key=lambda task: task.form)
     rows: list[dict[str, Any]] = []
-    copies, products = [copy_gbps(matmul_size)], [matmul_tflops(matmul_size)]
     with ThreadPoolExecutor(COMPILING_THREADS) as pool:
         programs = [pool.submit(compiled, task) for task in tasks]
     # All of them before the first is timed: compiling tries kernels on the device.
     groups: dict[Any, list[tuple[Task, jax.stages.Compiled]]] = {}
     for task, program in zip(tasks, programs, strict=True):
         groups.setdefault((task.form, task.spec, task.storage), []).append((task, program.result()))
+    copies, products = [copy_gbps(matmul_size)], [matmul_tflops(matmul_size)]
     for group in groups.values():
         for row in timed_rows(group, repeats):
             print(json.dumps(row), flush=True)
