@@ -114,7 +114,7 @@ class Engine:
           continuation: the response to follow (teacher forcing) instead of generating; its rows are kept as decoded.
           max_new_tokens: how many tokens to generate, fewer if one of ``stop_tokens`` comes up.
           temperature, top_p, seed: sampling; temperature 0 is greedy.
-          on_token: called with each token as it is known.
+          on_token: called with each token as it is known. It must not make this engine serve or forget.
           shared: published namespaces to read besides (``publish``).
 
         Raises:
@@ -126,28 +126,15 @@ class Engine:
         if forced is not None and forced.size:
             check_token_ids(forced, self.model)
         count = max_new_tokens if forced is None else len(forced)
+        who: dict[str, Any] = {"namespace": namespace, "adapter": adapter, "mode": self.mode}
         self.cache = load_ahead(
-            self.store, self.model, self.cache, tokens, self.policy,
-            namespace=namespace, adapter=adapter, mode=self.mode, shared=shared, new_tokens=count,
-        )  # fmt: skip
+            self.store, self.model, self.cache, tokens, self.policy, **who, shared=shared, new_tokens=count
+        )
         loaded = time.perf_counter()
         if self.policy.provenance == "isolated" and self.policy.shifted == "serve":
-            self.cache = isolate(
-                self.model, self.cache, tokens, self.policy,
-                namespace=namespace, adapter=adapter, mode=self.mode, store=self.store,
-            )  # fmt: skip
+            self.cache = isolate(self.model, self.cache, tokens, self.policy, **who, store=self.store)
         try:
-            result = prefill(
-                self.model,
-                self.cache,
-                tokens,
-                self.policy,
-                namespace=namespace,
-                adapter=adapter,
-                new_tokens=count,
-                mode=self.mode,
-                shared=shared,
-            )
+            result = prefill(self.model, self.cache, tokens, self.policy, **who, shared=shared, new_tokens=count)
         except PoolTooSmallError:
             self.counters += one_refused()
             raise
