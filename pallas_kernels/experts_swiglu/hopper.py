@@ -57,8 +57,8 @@ def experts_swiglu(
     together = shared is not None and goes_along(x.shape[0], gate.shape[-1], shared[0].shape[-1])
     tiles, counts = lay_out(experts, gate.shape[1]), experts < gate.shape[1]
     # Fused into the sum over choices they would be worked out anew for every element of it.
-    laid = lax.optimization_barrier((tiles.token, tiles.place, tiles.expert, tiles.used, tiles.filled))
-    tiles = Tiles(*laid, tiles.rows)
+    token, place, expert, used, filled = lax.optimization_barrier(tiles[:5])
+    tiles = Tiles(token, place, expert, used, filled, tiles.rows)
     if together:
         assert shared is not None
         parts = shared[0].shape[-1] // gate.shape[-1]
