@@ -71,7 +71,7 @@ def place(tree: PageTree, plan: ReusePlan, *, rotate: bool, extra_tokens: int = 
     With ``rotate`` false, reused entries claim to stand where they were computed, which is what serving unrotated
     keys means.
     """
-    builder = _Builder(tree, plan, rotate)
+    builder = _Builder(tree, plan)
     for span in plan.spans:
         if span.computed:
             builder.compute(span.begin, span.end)
@@ -85,7 +85,7 @@ def place(tree: PageTree, plan: ReusePlan, *, rotate: bool, extra_tokens: int = 
         write_page=write_page,
         write_row=write_row,
         write_position=positions,
-        entries=np.fromiter(chain.from_iterable(builder.entries), np.int32).reshape(-1, 5),
+        entries=builder.table(rotate),
         private=np.zeros(0, np.int32),
     )
 
@@ -93,23 +93,19 @@ def place(tree: PageTree, plan: ReusePlan, *, rotate: bool, extra_tokens: int = 
 class _Builder:
     """Accumulates a placement span by span; ``left`` is the place of the last token laid so far."""
 
-    def __init__(self, tree: PageTree, plan: ReusePlan, rotate: bool):
-        self.tree, self.rotate = tree, rotate
+    def __init__(self, tree: PageTree, plan: ReusePlan):
+        self.tree = tree
         self.page_size = tree.page_size
         self.segment_starts = plan.content.segment_ends.tolist()
         self.fresh: list[FreshPage] = []
-        self.entries: list[tuple[int, int, int, int, int]] = []
+        self.entries: list[tuple[int, int, int, int]] = []  # as pieces
         self.computed: list[tuple[int, int, int, int]] = []  # position, page, row, count
         self.left = (ROOT, 0)
         self.exact = True
         self.end = 0
 
     def reuse(self, span: Span) -> None:
-        base = self.tree.base_position.data  # whose elements are read at half the cost of an array's
-        self.entries += [
-            (page, begin, end, position, base[page] + begin if self.rotate else position)
-            for page, begin, end, position in span.pieces
-        ]
+        self.entries += span.pieces
         self.left = (span.pieces[-1].page, span.pieces[-1].row_end)
         self.exact = self.exact and span.exact
         self.end = span.end
@@ -147,6 +143,15 @@ class _Builder:
         within = np.arange(count.sum(), dtype=np.int32) - np.repeat(np.cumsum(count, dtype=np.int32) - count, count)
         return np.repeat(position, count) + within, np.repeat(page, count), np.repeat(row, count) + within
 
+    def table(self, rotate: bool) -> np.ndarray:
+        """The page table: of every entry also the position that its first row was computed at, or claims to be."""
+        pieces = np.fromiter(chain.from_iterable(self.entries), np.int32).reshape(-1, 4)
+        page, begin, _, position = pieces.T
+        base = position
+        if rotate:
+            base = np.where(page < 0, position, self.tree.base_position[np.maximum(page, 0)] + begin)
+        return np.column_stack([pieces, base])
+
     def _starts_segment(self, position: int) -> bool:
         cut = bisect.bisect_left(self.segment_starts, position)
         return cut < len(self.segment_starts) and self.segment_starts[cut] == position
@@ -164,7 +169,7 @@ class _Builder:
         self.fresh.append(
             FreshPage(int(self.tree.parent[page]), int(self.tree.parent_end[page]), first, stop, page, row)
         )
-        self.entries[-1] = (name, 0, row + stop - begin, first, first)
+        self.entries[-1] = (name, 0, row + stop - begin, first)
         self.computed.append((begin, name, row, stop - begin))
         self.left = (name, row + stop - begin)
         return stop
@@ -182,7 +187,7 @@ class _Builder:
         parents, parent_ends = (self.left[0], *names), (self.left[1], *counts)
         none = repeat(0)
         self.fresh += map(_fresh_page, zip(parents, parent_ends, bounds, bounds[1:], none, none, strict=False))
-        self.entries += zip(names, none, counts, bounds, bounds, strict=False)
+        self.entries += zip(names, none, counts, bounds, strict=False)
         self.computed += zip(bounds, names, none, counts, strict=False)
         self.left = (names[-1], counts[-1])
 
