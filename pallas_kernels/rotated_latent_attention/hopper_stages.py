@@ -56,14 +56,17 @@ SCORER = 0
 
 @dataclass(frozen=True)
 class Options:
-    """How the kernel spends its time; results are the same.
+    """How the kernel spends its time; results agree within rounding.
 
     ``prefetch``: rotary keys are brought into the second-level cache a page before they are asked for. ``shared``: each
     page is copied once to a cluster of two tiles that read the same table, as the two of a token with 128 heads do.
+    ``terms``: results of splits leave as two terms of bfloat16, which the copy unit takes from where pages were; from
+    registers, float32 takes as long as several pages.
     """
 
     prefetch: bool = False
     shared: bool = False
+    terms: bool = False
 
 
 # Registers of a thread that scores, and of one that adds values: what three warpgroups get at launch, shared anew.
@@ -83,21 +86,23 @@ def attend_tiles(
     rotate: bool,
     interpret: bool,
     options: Options,
-) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"]]:
-    """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several.
+) -> tuple[Float[Array, "*E P W 64 C"], Float[Array, "P W 64"]]:
+    """Per split: the output of every tile and its natural log-sum-exp.
 
+    The output is in float32 if there are several splits, or two terms of bfloat16 to be added (``E`` is 2).
     ``scale`` is positive.
     """
     tiles, _, width = q_latent.shape
     splits, half = schedule.bounds.shape[1] - 1, width // 2
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
+    shape = (*((2,) if splits > 1 and options.terms else ()), splits, tiles, TILE_ROWS, width)
     members = 2 if options.shared else 1
     freed = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=2 * STAGES)
     settings = {"scale": scale, "interleaved": interleaved, "rotate": rotate, "interpret": interpret}
     kernel = plgpu.kernel(
         partial(_body, **settings, options=options),
         out_type=(
-            jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS, width), jnp.bfloat16 if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16 if splits == 1 or options.terms else jnp.float32),
             jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS), jnp.float32),
         ),
         grid=(tiles // members, splits),
@@ -330,15 +335,21 @@ def _body(
         plgpu.barrier_wait(summed)
         total = plgpu.load(exchange.at[TURNS], layout=rows, optimized=False)
         out = out / along(total, out)
-        target = out_ref.at[split, tile, :, sides[side]]
         if out_ref.dtype == jnp.float32:
-            target[...] = out
-        else:
-            # From registers, 16 bytes of a row at a time, storing takes as long as several pages.
-            latent.at[0, side][...] = out.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(latent.at[0, side], target)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes are done when the kernel is
+            out_ref.at[split, tile, :, sides[side]][...] = out
+            return
+        # From registers, 16 bytes of a row at a time, storing takes as long as several pages.
+        targets = [out_ref] if len(out_ref.shape) == 4 else [out_ref.at[term] for term in range(2)]
+        for column in range(0, half, 64):  # more at a time would not fit in registers
+            rest = out[:, column : column + 64]
+            for term in range(len(targets)):
+                narrow = rest.astype(jnp.bfloat16)
+                latent.at[term, side, :, pl.ds(column, 64)][...] = narrow
+                rest = rest - narrow.astype(jnp.float32)
+        plgpu.commit_smem()
+        for term, target in enumerate(targets):
+            plgpu.copy_smem_to_gmem(latent.at[term, side], target.at[split, tile, :, sides[side]])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes are done when the kernel is
 
     def run(role, registers, action):
         if not interpret:
