@@ -37,14 +37,13 @@ from irminsul.policies import Policy, get_policy
 from irminsul.prefill import (
     Admission,
     admit,
-    check_prompt,
-    check_storage,
     complete,
     keep_nothing,
     kept_if_finite,
     pack_batch,
     share_prompt,
 )
+from irminsul.prompt_checks import check_prompt, check_storage
 from irminsul.publish import ALONE, end_isolated, isolated_sequences, publish
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling

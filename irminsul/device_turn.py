@@ -24,7 +24,7 @@ from irminsul.device_placement import DevicePlacement, fresh_capacity, page_of_t
 from irminsul.device_plan import ATTEMPTS, NO_BIN, DeviceContent, DevicePlan, plan_prompt, read_content, serving
 from irminsul.device_tree import release
 from irminsul.policies import Policy
-from irminsul.prefill import check_storage
+from irminsul.prompt_checks import check_storage
 from pallas_kernels.gear_hash.uint64 import UInt64
 from pallas_kernels.page_table import PageTable
 

@@ -15,7 +15,8 @@ from irminsul.counters import Counters, no_counts, of_request, one_refused
 from irminsul.decode import advance, start_decoding
 from irminsul.forget import Forgotten
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import PrefillResult, as_token_ids, check_token_ids, prefill
+from irminsul.prefill import PrefillResult, prefill
+from irminsul.prompt_checks import as_token_ids, check_token_ids
 from irminsul.publish import isolate, publish
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int32, Integer
 
 from irminsul import page_tree
 from irminsul.blocks import Block, Mode, blocks_for, cost_model
-from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
+from irminsul.cache import ContentCache, next_step, open_namespace
 from irminsul.cache_key import Context
 from irminsul.commit import PoolTooSmallError, allocate, claim, finish, pages_in_use, share
 from irminsul.compute import PackedBatch, empty_flat, rest_of, run_prefill
@@ -22,6 +22,7 @@ from irminsul.content import PromptContent, extend_content, read_content
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import Readable, ReusePlan, Span, plan_prompt
 from irminsul.policies import Policy, get_policy
+from irminsul.prompt_checks import check_prompt, check_storage
 from irminsul.repair import lend, privatise, with_repairs
 from irminsul.sources import isolated_spans, readable, sources_of
 from pallas_kernels.mesh_axes import EXPERT, SEQUENCE, TENSOR, split_axes
@@ -165,31 +166,15 @@ def start_computing(
 
 
 def admit(
-    model: Any,
-    cache: ContentCache,
-    tokens: np.ndarray,
-    policy: str | Policy = "irminsul",
-    *,
-    namespace: str = "default",
-    adapter: str = "",
-    new_tokens: int = 0,
-    mode: Mode = "fast",
-    donate: bool = True,
-    shared: tuple[str, ...] = (),
-    context: Context = "private",
+    model: Any, cache: ContentCache, tokens: np.ndarray, policy: str | Policy = "irminsul", **options: Any
 ) -> Admission:
     """The part of ``prefill`` ahead of computing: the plan, and the pages claimed for it.
 
-    Arguments and errors are those of ``prefill``.
+    Arguments and errors are those of ``prefill``, ``keep_hidden`` aside.
 
     Until every row is computed no other prompt may be planned: a walk through the tree would find the claimed pages.
     """
-    return settle(
-        propose(
-            model, cache, tokens, policy, namespace=namespace, adapter=adapter, new_tokens=new_tokens, mode=mode,
-            donate=donate, shared=shared, context=context,
-        )
-    )  # fmt: skip
+    return settle(propose(model, cache, tokens, policy, **options))
 
 
 def propose(
@@ -338,55 +323,6 @@ def _plan_within_pool(
         except PoolTooSmallError as error:
             failure = error
     raise failure
-
-
-def check_prompt(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: int) -> Int32[np.ndarray, " T"]:
-    """The prompt as int32; raises ``ValueError`` for one that ``prefill`` cannot serve."""
-    tokens = as_token_ids("tokens", tokens)
-    if tokens.size == 0:
-        raise ValueError(f"tokens has shape {tokens.shape}; a prompt needs at least one token")
-    limit = cache.config.max_prompt_tokens
-    if tokens.size > limit:
-        raise ValueError(f"tokens holds {tokens.size} tokens, more than max_prompt_tokens={limit}; raise it or shorten")
-    if not 0 <= new_tokens <= cache.config.max_new_tokens:
-        raise ValueError(f"new_tokens={new_tokens} is outside 0..max_new_tokens={cache.config.max_new_tokens}")
-    check_token_ids(tokens, model)
-    if model is not None:
-        if tokens.size + new_tokens > model.max_position:
-            raise ValueError(
-                f"prompt of {tokens.size} and {new_tokens} new tokens exceed max_position_embeddings="
-                f"{model.max_position} of the model; shorten the prompt"
-            )
-        if cache.pool is None:
-            raise ValueError("cache holds no pool (plan only); create it with the model's row_format to serve a model")
-    return tokens.astype(np.int32)
-
-
-def check_storage(config: CacheConfig, policy: Policy) -> None:
-    """Raises ``ValueError`` for a policy that keys without a position cannot serve."""
-    if config.storage == "unrotated" and not policy.rotate:
-        raise ValueError(
-            f"policy={policy.name!r} serves keys where they were computed, which storage='unrotated' does not know; "
-            "use storage='base'"
-        )
-
-
-def as_token_ids(field: str, tokens: np.ndarray) -> Integer[np.ndarray, " T"]:
-    """``tokens`` as an array; raises ``ValueError`` for what is no row of integers (nothing at all is one)."""
-    ids = np.asarray(tokens)
-    if ids.ndim != 1:
-        raise ValueError(f"{field} has shape {ids.shape}; give a 1-d array of token ids")
-    if ids.size and not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{field} has dtype {ids.dtype}; give integer token ids")
-    return ids
-
-
-def check_token_ids(tokens: np.ndarray, model: Any) -> None:
-    """Raises ``ValueError`` for an id that is none of the model's, or, without one, no non-negative int32."""
-    vocab_size = np.iinfo(np.int32).max if model is None else model.vocab_size
-    for token in (tokens.min(), tokens.max()):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"tokens holds the id {token}, outside 0..{vocab_size - 1}; check the tokenizer")
 
 
 def decode_slots(fresh: tuple[FreshPage, ...], pages: np.ndarray, length: int) -> np.ndarray:

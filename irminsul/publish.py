@@ -11,7 +11,8 @@ from irminsul.cache import ContentCache
 from irminsul.commit import PoolTooSmallError
 from irminsul.content import read_content
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import Request, as_token_ids, check_prompt, prefill
+from irminsul.prefill import Request, prefill
+from irminsul.prompt_checks import as_token_ids, check_prompt
 from irminsul.sources import canonical_sink, isolated_chunks, isolated_key, isolated_path
 from irminsul.store import Store
 from irminsul.tiers import end_request

@@ -18,7 +18,8 @@ from irminsul.commit import PoolTooSmallError
 from irminsul.decode import advance, start_decoding
 from irminsul.engine import Engine
 from irminsul.policies import Policy, get_policy
-from irminsul.prefill import as_token_ids, complete, prefill
+from irminsul.prefill import complete, prefill
+from irminsul.prompt_checks import as_token_ids
 from irminsul.sampling import check_sampling
 from models import families
 from tests.irminsul.conftest import TINY_MLA
