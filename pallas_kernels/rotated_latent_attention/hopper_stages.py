@@ -16,6 +16,7 @@ A query turns by factors copied in a page ahead, from values that load while the
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -97,6 +98,7 @@ def attend_tiles(
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
     shape = (*((2,) if splits > 1 and options.terms else ()), splits, tiles, TILE_ROWS, width)
     members = 2 if options.shared else 1
+    cluster: dict[str, Any] = {"cluster": (members,), "cluster_names": ("member",)} if options.shared else {}
     freed = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=2 * STAGES)
     settings = {"scale": scale, "interleaved": interleaved, "rotate": rotate, "interpret": interpret}
     kernel = plgpu.kernel(
@@ -107,7 +109,7 @@ def attend_tiles(
         ),
         grid=(tiles // members, splits),
         grid_names=("tile", "split"),
-        **({"cluster": (members,), "cluster_names": ("member",)} if options.shared else {}),
+        **cluster,
         num_threads=3,
         thread_name="warpgroup",
         scratch_types={
