@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from experiments import report
 from experiments.plots import STYLE, entitle
 
-REPAIR = "irminsul+repair"
+REPAIR = ("irminsul+repair", "irminsul+question")  # the policies of this project
 Rows = Sequence[dict[str, Any]]
 SMALLEST_KL = 1e-8  # nats; below it is rounding
 FIGURES = {"exact_match": "right answers", "kl": "KL to full prefill (nats)", "f1": "F1 of generated answers"}
@@ -28,6 +28,7 @@ KINDS = {
     "epic": ("#c99a2e", "EPIC"),
     "cacheblend": ("#d9622b", "CacheBlend"),
     "irminsul+repair": ("#1f4e8c", "irminsul+repair"),
+    "irminsul+question": ("#3f9bd4", "irminsul+question"),
     "oracle": ("#2e8b57", "oracle (knows full prefill)"),
     "irminsul": ("#7b5ea7", "irminsul, nothing recomputed"),
 }
@@ -232,8 +233,8 @@ def contests(rows: Rows, draws: int, seed: int) -> str:
     rng, lines = np.random.default_rng(seed), []
     for (model, task), by in of.items():
         share = {policy: _recomputed(group) for policy, group in by.items()}
-        for policy in [policy for policy in by if policy.startswith(REPAIR + ":")]:
-            rivals = ["cacheblend:" + policy.split(":")[1]]
+        for policy in [policy for policy in by if policy.split(":")[0] in REPAIR]:
+            rivals = [f"cacheblend:{budget}" for budget in policy.split(":")[1:]]
             rivals += sorted(
                 (name for name in by if name.startswith("epic:") and share[name] >= share[policy]),
                 key=share.__getitem__,

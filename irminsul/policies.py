@@ -1,16 +1,18 @@
 """What a policy reuses, rotates and recomputes. All of them run through the same plan, prefill and engine.
 
-===============  ================================================================================================
-full             nothing is reused or kept; the reference every other policy is compared with
-prefix           exact prefixes at token granularity (SGLang's RadixAttention, arXiv 2312.07104)
-paged_prefix     exact prefixes in whole blocks of 16 tokens (vLLM's automatic prefix caching)
-naive            shifted rows served as they were stored, keys not rotated (the failure the paper starts from)
-irminsul         exact prefixes, then shifted rows with delta-rotated keys (arXiv 2605.05696)
-epic             irminsul, the first 32 tokens of every reused run recomputed (EPIC, arXiv 2410.15332)
-cacheblend       irminsul, 15 % of the reused tokens recomputed: those whose rows at the second layer deviate most
-                 (CacheBlend, arXiv 2405.16444)
-irminsul+repair  irminsul, up to 15 % of the reused tokens recomputed: those that depend most on another left context
-===============  ================================================================================================
+==================  ==============================================================================================
+full                nothing is reused or kept; the reference every other policy is compared with
+prefix              exact prefixes at token granularity (SGLang's RadixAttention, arXiv 2312.07104)
+paged_prefix        exact prefixes in whole blocks of 16 tokens (vLLM's automatic prefix caching)
+naive               shifted rows served as they were stored, keys not rotated (the failure the paper starts from)
+irminsul            exact prefixes, then shifted rows with delta-rotated keys (arXiv 2605.05696)
+epic                irminsul, the first 32 tokens of every reused run recomputed (EPIC, arXiv 2410.15332)
+cacheblend          irminsul, 15 % of the reused tokens recomputed: those whose rows at the second layer deviate most
+                    (CacheBlend, arXiv 2405.16444)
+irminsul+repair     irminsul, up to 15 % of the reused tokens recomputed: those that depend most on another left
+                    context
+irminsul+question   the same, of those the ones that the end of the prompt attends to (``question.py``)
+==================  ==============================================================================================
 
 ``epic:64``, ``cacheblend:0.3`` and ``irminsul+repair:0.05`` name the same with another budget.
 """
@@ -43,7 +45,8 @@ class Policy:
         served. ``isolated``: the canonical sink alone (``sources.py``), never anybody's prompt.
       sink: tokens of that sink; by default BOS, repeated up to ``sink_tokens``.
       repair: which tokens of shifted spans are recomputed (``repair.py``): the ``leading`` ones of each run, those of
-        largest ``deviation``, or those of largest ``dependence``.
+        largest ``deviation``, those of largest ``dependence``, or those of largest dependence times what the
+        ``question`` attends to.
       repair_tokens: how many of each run, for ``leading``.
       repair_fraction: how many of all shifted tokens at most, for the others.
     """
@@ -61,7 +64,7 @@ class Policy:
     register: bool = True
     provenance: Literal["exact", "same_namespace", "isolated"] = "same_namespace"
     sink: tuple[int, ...] = ()
-    repair: Literal["none", "leading", "deviation", "dependence"] = "none"
+    repair: Literal["none", "leading", "deviation", "dependence", "question"] = "none"
     repair_tokens: int = 0
     repair_fraction: float = 0.0
 
@@ -82,9 +85,9 @@ class Policy:
             )
         if 0 < len(self.sink) < self.sink_tokens:
             raise ValueError(f"sink has {len(self.sink)} tokens; give sink_tokens={self.sink_tokens} or more, or none")
-        if self.repair not in ("none", "leading", "deviation", "dependence"):
+        if self.repair not in ("none", "leading", "deviation", "dependence", "question"):
             raise ValueError(
-                f"repair={self.repair!r} is unknown; choose 'none', 'leading', 'deviation' or 'dependence'"
+                f"repair={self.repair!r} is unknown; choose 'none', 'leading', 'deviation', 'dependence' or 'question'"
             )
         if self.repair_tokens < 0 or not 0 <= self.repair_fraction <= 1:
             raise ValueError(
@@ -104,6 +107,7 @@ POLICIES = {
         Policy("epic", repair="leading", repair_tokens=32),
         Policy("cacheblend", repair="deviation", repair_fraction=0.15),
         Policy("irminsul+repair", repair="dependence", repair_fraction=0.15),
+        Policy("irminsul+question", repair="question", repair_fraction=0.15),
     )
 }
 

@@ -9,6 +9,7 @@ deviation      a fraction of the reused tokens, those whose rows at the second l
                (CacheBlend, arXiv 2405.16444; ``deviation.py``)
 dependence     a fraction of the reused tokens, those whose attention went furthest out of the run when they were
                computed (``dependence.py``); none whose whole left context is the one they were computed behind
+question       the same, dependence counting as much as what the end of the prompt attends to (``question.py``)
 =============  ====================================================================================================
 
 Repaired rows are written into a copy of their page that belongs to the request alone and is given back when it ends:
@@ -33,7 +34,10 @@ from irminsul.page_tree import NONE, ORPHAN, PageTree
 from irminsul.placement import Placement, fresh_name
 from irminsul.plan import REPAIR, ReusePlan
 from irminsul.policies import Policy
+from irminsul.question import question_attention
 from irminsul.shifted_rows import ShiftedRows, same_context, shifted_rows
+
+UNSEEN = 0.3
 
 
 def choose_repairs(
@@ -71,8 +75,10 @@ def with_repairs(
     if not len(rows):
         return plan
     score = None
-    if policy.repair == "dependence":
+    if policy.repair in ("dependence", "question"):
         score = dependence_at(_profiles(cache, policy, rows), rows.offset)
+        if policy.repair == "question":
+            score *= attention_counts(question_attention(model, cache, plan, rows.position))
         score[same_context(cache.provenance, cache.tree, rows, plan.content.tokens)] = 0
     elif policy.repair == "deviation":
         _require_pool(cache, policy)
@@ -80,6 +86,12 @@ def with_repairs(
     bins = plan.bin_of_token.copy()
     bins[rows.position[choose_repairs(policy, rows.offset, score)]] = REPAIR
     return dataclasses.replace(plan, bin_of_token=bins)
+
+
+def attention_counts(attention: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    """What ``question_attention`` counts in a score: a row's part of the mean, and ``UNSEEN`` of that for every row,
+    since what is generated attends to more than the question does."""
+    return attention / max(float(attention.mean()), 1e-12) + UNSEEN
 
 
 def _require_pool(cache: ContentCache, policy: Policy) -> None:

@@ -58,19 +58,17 @@ def small_config(**changes) -> ConfigDict:
     return config
 
 
+def tiny_server(planter, name: str, task: str, mode: str = "fast", **shape) -> accuracy.Server:
+    model = models.random_model(name, 0, "float32", hidden_size=32, num_hidden_layers=2, intermediate_size=48, **shape)
+    chosen = Subject("tiny", model, lambda text: np.zeros(0, np.int32), False)
+    items = [planted_item(planter, task, index, length=300, questions=1, seed=0, longest=560) for index in range(2)]
+    return accuracy.Server(chosen, small_config(mode=mode), items)
+
+
 @pytest.fixture(scope="module")
 def servers(planter):
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "first_k_dense_replace": 2, "intermediate_size": 48}
-    model = models.random_model("irminsul-mini-mla", 0, "float32", kv_lora_rank=16, **shape)
-    chosen = Subject("tiny", model, lambda text: np.zeros(0, np.int32), False)
-    return [
-        accuracy.Server(
-            chosen,
-            small_config(),
-            [planted_item(planter, task, index, length=300, questions=1, seed=0, longest=560) for index in range(2)],
-        )
-        for task in ("needle", "text")
-    ]
+    shape = {"first_k_dense_replace": 2, "kv_lora_rank": 16}
+    return [tiny_server(planter, "irminsul-mini-mla", task, **shape) for task in ("needle", "text")]
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +78,19 @@ def rows(servers):
 
 
 @pytest.mark.parametrize(
-    "name", ["naive", "irminsul-no-carve-out", "irminsul+repair:0.2", "cacheblend:0.2", "isolated"]
+    ("kind", "name"),
+    [("latent", "irminsul+repair:0.2"), ("latent", "cacheblend:0.2"), ("latent", "isolated"), ("grouped", "naive")],
 )
-def test_a_batch_is_served_as_the_engine_serves_each(servers, name):
+def test_a_batch_is_served_as_the_engine_serves_each(planter, servers, kind, name):
     each = lane(name)
     server = servers[0 if each.isolated else 1]  # the texts are too short for a chunk behind the sink
+    if kind == "grouped":
+        server = tiny_server(planter, "irminsul-mini-gqa", "text", "deterministic")
     beside = [lane("irminsul")] if name == "naive" else []
     *others, served = server.serve([*beside, each])  # of one policy, or of two side by side
+    mode = server.config.mode
     for index, asked in enumerate(server.asked):
-        alone = prefill(server.model, server.cached(each)[index], asked.prompt, each.policy, donate=False)
+        alone = prefill(server.model, server.cached(each)[index], asked.prompt, each.policy, mode=mode, donate=False)
         assert served.bins[index] == alone.request.plan.bins
         assert_close(np.asarray(served.logits[index][0]), np.asarray(alone.logits))
     assert sum(bins["shifted"] for bins in served.bins) > 100

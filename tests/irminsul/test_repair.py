@@ -14,13 +14,15 @@ from irminsul.decode import advance, start_decoding
 from irminsul.dependence import dependence_at
 from irminsul.deviation import second_layer_deviation
 from irminsul.page_tree import FREE
-from irminsul.plan import REPAIR, SHIFTED
+from irminsul.plan import EXACT, REPAIR, SHIFTED
 from irminsul.policies import get_policy
 from irminsul.prefill import complete, prefill
-from irminsul.repair import choose_repairs
+from irminsul.question import question_attention
+from irminsul.repair import attention_counts, choose_repairs
 from irminsul.shifted_rows import same_context, shifted_rows
 from models import families
 from models.kv_view import DenseView
+from pallas_kernels.rotary import rotate
 from tests.irminsul.serving import plan_of, random_tokens, serve
 from tests.irminsul.test_dependence import TINY_GQA
 from tests.tolerances import assert_close
@@ -45,7 +47,7 @@ def score(model, cache, tokens, policy, **options) -> np.ndarray:
     return np.asarray(prefill(model, cache, tokens, policy, mode="deterministic", donate=False, **options).logits)
 
 
-@pytest.mark.parametrize("policy", ["epic:600", "cacheblend:1.0", "irminsul+repair:1.0"])
+@pytest.mark.parametrize("policy", ["epic:600", "cacheblend:1.0", "irminsul+repair:1.0", "irminsul+question:1.0"])
 def test_repairing_everything_is_full_prefill(model, cache, config, policy):
     full = serve(model, new_cache(config, model.row_format), SECOND, "full")
     blind = serve(model, cache.copy(), SECOND, "irminsul")
@@ -57,7 +59,7 @@ def test_repairing_everything_is_full_prefill(model, cache, config, policy):
     assert np.abs(blind.logits - full.logits).max() > 0.1
 
 
-@pytest.mark.parametrize("policy", ["epic:0", "cacheblend:0", "irminsul+repair:0"])
+@pytest.mark.parametrize("policy", ["epic:0", "cacheblend:0", "irminsul+repair:0", "irminsul+question:0"])
 def test_without_a_budget_they_are_irminsul_bit_for_bit(model, cache, policy):
     np.testing.assert_array_equal(score(model, cache, SECOND, policy), score(model, cache, SECOND, "irminsul"))
 
@@ -127,6 +129,68 @@ def test_choices_against_their_definitions():
         chosen = choose_repairs(get_policy("cacheblend", repair_fraction=fraction), offset, score)
         best = sorted(range(97), key=lambda i: (-score[i], i))[: int(fraction * 97)]
         assert sorted(np.flatnonzero(chosen)) == sorted(i for i in best if score[i] > 0)
+
+
+@struct.dataclass
+class Attending:
+    """Dense attention of all tokens among the ``visible`` ones, in which what the last ``asking`` give is added up."""
+
+    visible: jax.Array
+    given: jax.Array
+    asking: int = struct.field(pytree_node=False)
+
+    def attend_latent(self, layer, q_nope, q_rope, c_kv, k_rope, w_uk, w_uv, rotary, scale):
+        key = rotate(k_rope, jnp.arange(len(c_kv)), rotary)
+        scores = jnp.einsum("MHK,NC,HKC->HMN", q_nope, c_kv, w_uk) + jnp.einsum("MHR,NR->HMN", q_rope, key)
+        weights, view = self.weights(scores * scale)
+        return jnp.einsum("HMN,NC,HCV->MHV", weights, c_kv, w_uv), view
+
+    def attend_grouped(self, layer, query, key, value, rotary, scale):
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (jnp.repeat(x, repeats, axis=1) for x in (rotate(key, jnp.arange(len(key)), rotary), value))
+        weights, view = self.weights(jnp.einsum("MHD,NHD->HMN", query, key) * scale)
+        return jnp.einsum("HMN,NHD->MHD", weights, value), view
+
+    def weights(self, scores):
+        token = jnp.arange(scores.shape[-1])
+        seen = (token[None] <= token[:, None]) & (self.visible[None] | (token[None] == token[:, None]))
+        weights = jax.nn.softmax(jnp.where(seen[None], scores, -jnp.inf), axis=-1)
+        return weights, dataclasses.replace(self, given=self.given + weights[:, -self.asking :].mean((0, 1)))
+
+
+@pytest.mark.parametrize("kind", ["latent", "grouped"])
+def test_what_the_question_attends_to_among_turned_rows(model, config, kind):
+    """Against dense attention, in a model of one layer: there a turned row is the fresh one."""
+    model = (families.random_model(TINY_GQA, seed=0) if kind == "grouped" else model).first_layers(1)
+    cache = serve(model, new_cache(config, model.row_format), FIRST).cache
+    plan = plan_of(model, cache, SECOND)
+    asking = 16  # the eleven tokens that are new at the end are fewer
+    reused = np.flatnonzero(np.isin(plan.bin_of_token, (EXACT, SHIFTED)))
+    reused = reused[reused < len(SECOND) - asking]
+    visible = np.zeros(len(SECOND), bool)
+    visible[reused] = visible[-asking:] = True
+    dense = Attending(jnp.asarray(visible), jnp.zeros(len(SECOND)), asking)
+    _, dense = model.forward(jnp.asarray(SECOND), jnp.arange(len(SECOND)), dense)
+    actual = question_attention(model, cache, plan, np.arange(len(SECOND), dtype=np.int32))
+    assert_close(actual[reused], np.asarray(dense.given)[reused])
+    assert len(reused) > 250
+    assert not np.delete(actual, reused).any()
+    assert 0.1 < actual.sum() < 1
+
+
+def test_repair_by_question_takes_what_is_dependent_and_attended_to(model, cache):
+    plan = plan_of(model, cache, SECOND)
+    rows = shifted_rows(cache.tree, plan)
+    attention = attention_counts(question_attention(model, cache, plan, rows.position))
+    assert attention.mean() == pytest.approx(1 + attention.min(), rel=0.2)
+    by_question, by_dependence = (
+        repaired(prefill(model, cache, SECOND, f"irminsul+{how}:0.1", mode="deterministic", donate=False).request.plan)
+        for how in ("question", "repair")
+    )
+    assert len(by_question) == len(by_dependence) == int(0.1 * len(rows))
+    given = dict(zip(rows.position.tolist(), attention.tolist(), strict=True))
+    mine, others = (np.mean([given[at] for at in chosen.tolist()]) for chosen in (by_question, by_dependence))
+    assert mine > others
 
 
 @pytest.mark.parametrize("kind", ["latent", "grouped"])
