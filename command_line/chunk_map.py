@@ -50,6 +50,7 @@ class Run:
 
     @property
     def delta(self) -> int | None:
+        """How far it has moved; None if it is computed."""
         return None if self.source is None else self.begin - self.source
 
 

@@ -46,6 +46,7 @@ class Difference:
 
     @property
     def beyond_noise(self) -> bool:
+        """Whether the interval is known and does not hold 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 

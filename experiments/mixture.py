@@ -61,6 +61,7 @@ class Mixture:
         return np.stack(tokens), np.stack(weights)
 
     def stage(self, step: int) -> Stage:
+        """The stage that a step belongs to."""
         for stage in self.config.stages:
             if step < stage.steps:
                 return stage

@@ -26,6 +26,7 @@ class Prefilling:
 
     @property
     def finished(self) -> bool:
+        """Whether every token has been handed out."""
         return self.computed == len(self.admission.placement.positions)
 
     def next_piece(self, tokens: int) -> tuple[Placement, Request]:

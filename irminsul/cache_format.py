@@ -93,6 +93,7 @@ class CacheFormat:
 
     @property
     def digest(self) -> str:
+        """Of the format, in hexadecimal."""
         return digest(self.key)
 
     def differences(self, other: "CacheFormat") -> list[str]:

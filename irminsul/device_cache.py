@@ -46,10 +46,12 @@ class DevicePageTree:
 
     @property
     def num_pages(self) -> int:
+        """``N``."""
         return self.tokens.shape[0]
 
     @property
     def page_size(self) -> int:
+        """Rows a page, ``G``."""
         return self.tokens.shape[1]
 
 

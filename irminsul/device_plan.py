@@ -81,6 +81,7 @@ class DevicePlan(NamedTuple):
 
     @property
     def reused(self) -> Bool[Array, " P"]:
+        """Which tokens are served from stored rows."""
         return (self.bin_of_token == EXACT) | (self.bin_of_token == SHIFTED)
 
     @property

@@ -87,10 +87,12 @@ class PageTree:
 
     @property
     def num_pages(self) -> int:
+        """``N``."""
         return self.tokens.shape[0]
 
     @property
     def page_size(self) -> int:
+        """Rows a page, ``G``."""
         return self.tokens.shape[1]
 
     def copy(self) -> "PageTree":

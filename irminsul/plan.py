@@ -39,6 +39,7 @@ class Span:
 
     @property
     def computed(self) -> bool:
+        """Whether nothing stored serves it."""
         return not self.pieces
 
 

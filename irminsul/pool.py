@@ -33,6 +33,7 @@ class LatentPool:
 
     @property
     def num_pages(self) -> int:
+        """``N``."""
         return self.latent_pages.shape[1]
 
     def empty_profiles(self, tokens: int) -> Float[Array, "M K"] | None:
@@ -41,6 +42,7 @@ class LatentPool:
 
     @property
     def nbytes(self) -> int:
+        """Of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def is_deleted(self) -> bool:

@@ -65,6 +65,7 @@ class Backend:
 
     @property
     def url(self) -> str:
+        """Where objects lie."""
         return self._kv.url
 
     def start_read(self, key: str) -> Any:

@@ -44,6 +44,7 @@ class Catalog:
 
     @property
     def tree(self) -> PageTree:
+        """The page tree of what is stored."""
         return self.cache.tree
 
     def owner(self, key: bytes) -> int:

@@ -72,6 +72,7 @@ class PageRecord:
 
     @property
     def fill(self) -> int:
+        """Rows the page holds."""
         return len(self.row_arrays["tokens"])
 
     @property

@@ -56,6 +56,7 @@ class Ticket:
 
     @property
     def ended(self) -> bool:
+        """Whether it will get no more tokens."""
         return self.status in ("done", "cancelled", "refused", "failed")
 
     def mark(self, event: str) -> None:

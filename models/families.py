@@ -157,14 +157,17 @@ class Model:
 
     @property
     def row_format(self) -> RowFormat:
+        """What a token keeps in a layer."""
         return self.family.row_format(self.config)
 
     @property
     def vocab_size(self) -> int:
+        """Token ids, ``V``."""
         return self.config.vocab_size
 
     @property
     def max_position(self) -> int:
+        """Positions the model was made for; no prompt and answer may be longer together."""
         return self.config.max_position_embeddings
 
     @property

@@ -78,10 +78,12 @@ class GQAConfig:
 
     @property
     def output_bias(self) -> bool:
+        """Whether the output projection has one."""
         return self.attention_bias and self.model_type != "qwen2"
 
     @property
     def head_norm(self) -> bool:
+        """Whether queries and keys are normalised head by head."""
         return self.model_type == "qwen3"
 
     def first_layers(self, count: int) -> "GQAConfig":

@@ -65,6 +65,7 @@ class RecurrentModel:
 
     @property
     def vocab_size(self) -> int:
+        """Token ids, ``V``."""
         return self.config.vocab_size
 
     @property

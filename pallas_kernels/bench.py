@@ -76,6 +76,7 @@ class Task:
 
     @property
     def layers(self) -> int:
+        """Of the pool: enough that no call finds its rows in the second-level cache."""
         return min(16, max(2, -(-POOL_BYTES // self.spec.row_bytes)))
 
     @property

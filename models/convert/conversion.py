@@ -42,10 +42,12 @@ class Conversion:
 
     @property
     def rope_width(self) -> int:
+        """``R`` of the converted model."""
         return 2 * self.slots.shape[1]
 
     @property
     def rank(self) -> int:
+        """``C`` of the converted model."""
         return self.vectors.shape[2]
 
 

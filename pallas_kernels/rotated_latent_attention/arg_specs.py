@@ -42,6 +42,7 @@ class ArgSpec:
 
     @property
     def name(self) -> str:
+        """As reports and test ids have it."""
         return f"h{self.heads}_b{self.requests}_t{self.query_tokens}_l{self.kv_length}_{self.delta_pattern}"
 
     @property
