@@ -460,7 +460,7 @@ def _body(
         state = lax.fori_loop(0, unmasked, partial(run_step, masked=False), state)
         out, maximum, total = lax.fori_loop(unmasked, steps, partial(run_step, masked=True), state)
         pl.when(me == 0)(take_turns)
-        seen = total > 0
+        seen = total != 0  # and not > 0: NaN is not "saw nothing"
         safe = jnp.where(seen, total, 1.0)
         out_ref.at[head, mine][...] = out / lax.broadcast_in_dim(safe, out.shape, [0])
         lse_ref.at[head, mine][...] = jnp.where(seen, maximum * (1 / LOG2E) + jnp.log(safe), -jnp.inf)

@@ -212,7 +212,7 @@ def _body(
         new = jnp.maximum(maximum, theirs)
         mine, its = jnp.exp2(maximum - new), jnp.exp2(theirs - new)
         both = total * mine + their_total * its
-        seen = both > 0
+        seen = both != 0  # and not > 0: NaN is not "saw nothing"
         safe = jnp.where(seen, both, 1.0)
         kept = out[side] * lax.broadcast_in_dim(mine / safe, out[side].shape, [1])
         share = lax.broadcast_in_dim(its / safe, kept.shape, [1])

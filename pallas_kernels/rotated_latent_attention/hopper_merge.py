@@ -103,7 +103,7 @@ def _body(place_ref, out_ref, lse_ref, merged_ref, total_ref, *, heads, warpgrou
 
     def write(state):
         out, maximum, total = state
-        seen = (total > 0) & (place >= 0)
+        seen = (total != 0) & (place >= 0)  # and not > 0: NaN is not "saw nothing"
         safe = jnp.where(seen, total, 1.0)
         merged_ref.at[token, head][...] = (out * jnp.where(seen, 1 / safe, 0.0)).astype(merged_ref.dtype)
         total_ref[token, head] = jnp.where(seen, maximum + jnp.log(safe), -jnp.inf)

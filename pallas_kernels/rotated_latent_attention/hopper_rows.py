@@ -395,7 +395,7 @@ def _body(
         plgpu.barrier_arrive(summed)
         plgpu.barrier_wait(summed)
         total = sum(plgpu.load(exchange.at[2 + index], layout=rows, optimized=False) for index in range(2))
-        seen = total > 0
+        seen = total != 0  # and not > 0: NaN is not "saw nothing"
         safe = jnp.where(seen, total, 1.0)
         out = out / along(safe, out)
         if side == 0:

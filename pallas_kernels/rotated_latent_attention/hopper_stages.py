@@ -255,7 +255,7 @@ def _body(
         here = distance(start)
         maximum, total, *_ = lax.fori_loop(start, stop, one_page, (*nothing, turned, here + 1, here))
         total = row_total(total, interpret)
-        seen = total > 0
+        seen = total != 0  # and not > 0: NaN is not "saw nothing"
         safe = jnp.where(seen, total, 1.0)
         exchange.at[TURNS][...] = safe
         plgpu.barrier_arrive(summed)
