@@ -38,7 +38,7 @@ SMALLEST_BLOCK, BLOCK_STEP = 128, 4  # blocks have 128, 512, 2,048 ... tokens
 SMALLEST_PROMPT = 512  # positions of a prompt and what is forced behind it: 512, 1,024 ...
 SMALLEST_POOL = 64  # pages a prompt reads and writes: 64, 128 ...
 # Of the prompts that one program computes side by side, padding included. Cores are busy with few tokens.
-MOST_TOGETHER, PAGES_TOGETHER, SCORES_TOGETHER = 32, 1024, 2**25
+MOST_TOGETHER, PAGES_TOGETHER, SCORES_TOGETHER = 32, 768, 2**25
 TOKENS_TOGETHER = {"cpu": 512}
 TOKENS_TOGETHER_ELSEWHERE = 16_384
 NOWHERE = 2**30  # a page that is in no pool: what is written there is dropped
@@ -153,12 +153,11 @@ def computed(
     kept = max(len(each.kept) for each in asked)
     kept = few_sizes(kept, 16) if kept else 0
     at_once = TOKENS_TOGETHER.get(jax.default_backend(), TOKENS_TOGETHER_ELSEWHERE)
-    pages = few_sizes(max(len(one.pages) for one in requests), SMALLEST_POOL)
     longest = min(few_sizes(max(one.longest for one in requests), SMALLEST_PROMPT), requests[0].capacity)
-    by_size: dict[int, list[int]] = {}
+    by_size: dict[tuple[int, int], list[int]] = {}
     for index, request in enumerate(requests):
-        by_size.setdefault(request.block_size, []).append(index)
-    for tokens, indexes in sorted(by_size.items()):
+        by_size.setdefault(request.size, []).append(index)
+    for (tokens, pages), indexes in sorted(by_size.items()):
         room = at_once // tokens, PAGES_TOGETHER // pages, SCORES_TOGETHER // (tokens * longest)
         together = max(1, min(MOST_TOGETHER, *room, few_sizes(len(asked), 1)))
         for begin in range(0, len(indexes), together):
@@ -176,13 +175,14 @@ def computed(
             yield Computed(group, logits, first, block, after, [requests[index].pages for index in group], storage)
 
 
-def with_pages(group: Computed, pools: Sequence[LatentPool]) -> list[LatentPool]:
-    """The pools that the prompts of a group read, with the rows that were computed for each."""
+def with_pages(group: Computed, caches: Sequence[ContentCache]) -> list[ContentCache]:
+    """The caches that the prompts of a group read, with the rows that were computed for each."""
     after = []
-    for index, (pool, own) in enumerate(zip(pools, group.own, strict=True)):
-        place = np.full(pool.num_pages, -1, np.int32)
+    for index, (cache, own) in enumerate(zip(caches, group.own, strict=True)):
+        assert cache.pool is not None
+        place = np.full(cache.pool.num_pages, -1, np.int32)
         place[own] = np.arange(len(own))
-        after.append(put_back(pool, group.pages, np.int32(index), place))
+        after.append(dataclasses.replace(cache, pool=put_back(cache.pool, group.pages, np.int32(index), place)))
     return after
 
 
@@ -272,9 +272,8 @@ def keep_rows(model: Any, admissions: Sequence[Admission], asked: Sequence[Asked
     """Computes what each prompt left to compute: their caches with the rows, requests not completed."""
     caches = [admission.cache for admission in admissions]
     for group in computed(model, admissions, asked):
-        pools = with_pages(group, [caches[index].pool for index in group.indexes])
-        for index, pool in zip(group.indexes, pools, strict=True):
-            caches[index] = dataclasses.replace(caches[index], pool=pool)
+        for index, cache in zip(group.indexes, with_pages(group, [caches[i] for i in group.indexes]), strict=True):
+            caches[index] = cache
     return caches
 
 
@@ -338,9 +337,10 @@ class Gathered:
         return int((self.table[:, 3] + self.table[:, 2] - self.table[:, 1]).max())
 
     @property
-    def block_size(self) -> int:
-        """Tokens it is padded to."""
-        return min(few_sizes(len(self.by_token["tokens"]), SMALLEST_BLOCK, BLOCK_STEP), self.capacity)
+    def size(self) -> tuple[int, int]:
+        """Tokens and pages it is padded to."""
+        tokens = min(few_sizes(len(self.by_token["tokens"]), SMALLEST_BLOCK, BLOCK_STEP), self.capacity)
+        return tokens, few_sizes(len(self.pages), SMALLEST_POOL)
 
 
 def gathered(admission: Admission, asked: Asked, steps: int) -> Gathered:

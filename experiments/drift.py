@@ -6,7 +6,6 @@ computed in full. The next tokens of the text are forced behind the prompt, and 
 of full prefill of the same prompt. Each policy keeps caches of its own.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -82,10 +81,10 @@ def serve_and_keep(
     kept = list(caches)
     logits: list[Any] = [None] * len(asked)
     for group in computed(model, admissions, asked):
-        pools = with_pages(group, [admissions[index].cache.pool for index in group.indexes])
-        for place, (index, pool) in enumerate(zip(group.indexes, pools, strict=True)):
+        after = with_pages(group, [admissions[index].cache for index in group.indexes])
+        for place, (index, cache) in enumerate(zip(group.indexes, after, strict=True)):
             logits[index] = group.logits[place]
-            kept[index] = complete(dataclasses.replace(admissions[index].cache, pool=pool), admissions[index].request)
+            kept[index] = complete(cache, admissions[index].request)
     return logits, kept, [admission.request.plan.bins for admission in admissions]
 
 

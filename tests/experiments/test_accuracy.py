@@ -58,7 +58,7 @@ def small_config(**changes) -> ConfigDict:
     return config
 
 
-def tiny_server(planter, name: str, task: str, mode: str = "fast", **shape) -> accuracy.Server:
+def tiny_server(planter, name, task, mode="fast", **shape):
     model = models.random_model(name, 0, "float32", hidden_size=32, num_hidden_layers=2, intermediate_size=48, **shape)
     chosen = Subject("tiny", model, lambda text: np.zeros(0, np.int32), False)
     items = [planted_item(planter, task, index, length=300, questions=1, seed=0, longest=560) for index in range(2)]
