@@ -62,12 +62,13 @@ class Options:
     ``prefetch``: rotary keys are brought into the second-level cache a page before they are asked for. ``shared``: each
     page is copied once to a cluster of two tiles that read the same table, as the two of a token with 128 heads do.
     ``terms``: results of splits leave as two terms of bfloat16, which the copy unit takes from where pages were; from
-    registers, float32 takes as long as several pages.
+    registers, float32 takes as long as several pages. ``eager``: only half of the latents wait for rotary keys.
     """
 
     prefetch: bool = False
     shared: bool = False
     terms: bool = False
+    eager: bool = False
 
 
 # Registers of a thread that scores, and of one that adds values: what three warpgroups get at launch, shared anew.
@@ -316,11 +317,13 @@ def _body(
                 pl.when(more)(lambda: plgpu.barrier_arrive(freed.at[2 * page + side]))
             if side == 0:
                 plgpu.barrier_arrive(released.at[slot])
-                plgpu.barrier_wait(asked.at[slot])
+                if not options.eager:
+                    plgpu.barrier_wait(asked.at[slot])
             else:
                 plgpu.barrier_wait(released.at[slot])
                 pl.when(entry + TURNS < stop)(lambda: load_rope(entry + TURNS, next_rope))
-                plgpu.barrier_arrive(asked.at[slot])
+                if not options.eager:
+                    plgpu.barrier_arrive(asked.at[slot])
                 if options.prefetch and not interpret:
                     plgpu.async_prefetch(rope_ref.at[layer, next_latent])
 
