@@ -57,7 +57,11 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
             "over items.",
         ],
         "tables": [table(cells, model) for model in dict.fromkeys(cell["model"] for cell in cells)]
-        + [part for part in [contests(rows, config.draws, config.seed)] if part],
+        + [
+            part
+            for part in (won_back(rows, config.draws, config.seed), contests(rows, config.draws, config.seed))
+            if part
+        ],
         "figures": list(figures.values()),
     }
 
@@ -248,6 +252,30 @@ def contests(rows: Rows, draws: int, seed: int) -> str:
                 lines.append((model, task, policy, f"{share[policy]:.3f}", rival, f"{share[rival]:.3f}", gain))
     columns = ("model", "task", "repair", "recomputed", "against", "recomputed", "KL more than repair")
     return "## Repair against the others, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
+
+
+def won_back(rows: Rows, draws: int, seed: int) -> str:
+    """Markdown: what each policy answers on the same items more than ``isolated`` does, where answers are generated.
+    Empty where there is no such pair."""
+    of: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        if "f1" in row:
+            of.setdefault((row["model"], row["task"]), {}).setdefault(row["policy"], []).append(row)
+    rng, lines = np.random.default_rng(seed), []
+    for (model, task), by in of.items():
+        if "isolated" not in by:
+            continue
+        picks = rng.integers(len(by["isolated"]), size=(draws, len(by["isolated"])))
+        for policy, group in by.items():
+            gains = []
+            for quantity in ("exact_match", "f1"):
+                mine, others = (np.array([row[quantity] for row in each]) for each in (group, by["isolated"]))
+                low, high = _interval((mine - others)[picks].mean(axis=1))
+                gains.append(f"{(mine - others).mean():+.3f} [{low:+.3f}, {high:+.3f}]")
+            right = f"{np.mean([row['exact_match'] for row in group]):.3f}"
+            lines.append((model, task, policy, f"{_recomputed(group):.3f}", right, *gains))
+    columns = ("model", "task", "policy", "recomputed", "right", "right, more than isolated", "F1, more than isolated")
+    return "## Against isolated passages, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
 
 
 def _recomputed(group: Rows) -> float:

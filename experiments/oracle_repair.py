@@ -32,7 +32,7 @@ def true_deviations(
     Squared distance relative to the mean square of the layer's rows, latents and turned keys, summed over layers; 0 for
     tokens that are not served shifted.
     """
-    return _deviations(model, caches, asked, range(model.row_format.num_layers), mode)
+    return _deviations(model, model, caches, asked, range(model.row_format.num_layers), mode)
 
 
 def second_layer_deviations(
@@ -40,17 +40,20 @@ def second_layer_deviations(
 ) -> list[Float[np.ndarray, " T"]]:
     """``irminsul.deviation.second_layer_deviation`` of many prompts, by token."""
     first = model.first_layers(2)
-    return _deviations(first, caches, asked, range(first.row_format.num_layers - 1, first.row_format.num_layers), mode)
+    return _deviations(
+        model, first, caches, asked, range(first.row_format.num_layers - 1, first.row_format.num_layers), mode
+    )
 
 
 def _deviations(
-    model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], layers: range, mode: Mode
+    model: Any, first: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], layers: range, mode: Mode
 ) -> list[Float[np.ndarray, " T"]]:
-    """Deviation by prompt and token, summed over ``layers``; relative to a layer's rows where there are several."""
+    """Deviation by prompt and token, summed over ``layers``; relative to a layer's rows where there are several.
+    ``first`` is as much of the model as computes them."""
     full = admitted(model, caches, asked, get_policy("full"), mode=mode)
     plans = [each.request.plan for each in admitted(model, caches, asked, get_policy("irminsul"), mode=mode)]
     found = [np.zeros(plan.length, np.float32) for plan in plans]
-    for group in computed(model, full, asked, dependence=False):
+    for group in computed(first, full, asked, dependence=False):
         for place, index in enumerate(group.indexes):
             cache, placement = caches[index], full[index].placement
             rows = shifted_rows(cache.tree, plans[index])
@@ -61,7 +64,7 @@ def _deviations(
             places = np.zeros((6, cache.config.max_prompt_tokens), np.int32)
             places[:, : len(rows)] = [rows.position, rows.page, rows.row, rows.place, *slots]
             arguments = jax.device_put((places, np.int32(len(rows)), np.int32(place)))
-            deviation = _deviation(model, cache.pool, group.pages, *arguments, np.array(layers), storage=group.storage)
+            deviation = _deviation(first, cache.pool, group.pages, *arguments, np.array(layers), storage=group.storage)
             found[index][rows.position] = np.asarray(deviation)[: len(rows)]
     return found
 

@@ -59,7 +59,7 @@ def small_config(**changes) -> ConfigDict:
 
 
 def tiny_server(planter, name, task, mode="fast", **shape):
-    model = models.random_model(name, 0, "float32", hidden_size=32, num_hidden_layers=2, intermediate_size=48, **shape)
+    model = models.random_model(name, 0, "float32", hidden_size=32, num_hidden_layers=3, intermediate_size=48, **shape)
     chosen = Subject("tiny", model, lambda text: np.zeros(0, np.int32), False)
     items = [planted_item(planter, task, index, length=300, questions=1, seed=0, longest=560) for index in range(2)]
     return accuracy.Server(chosen, small_config(mode=mode), items)
@@ -67,7 +67,7 @@ def tiny_server(planter, name, task, mode="fast", **shape):
 
 @pytest.fixture(scope="module")
 def servers(planter):
-    shape = {"first_k_dense_replace": 2, "kv_lora_rank": 16}
+    shape = {"first_k_dense_replace": 3, "kv_lora_rank": 16}
     return [tiny_server(planter, "irminsul-mini-mla", task, **shape) for task in ("needle", "text")]
 
 
@@ -270,6 +270,18 @@ def test_repair_is_compared_in_pairs_with_those_that_recompute_as_much():
     assert lines[0].endswith("| 0.2 [0.2, 0.2] |")
     assert lines[1].endswith("| -0.1 [-0.1, -0.1] |")
     assert accuracy_report.contests([row for row in rows if "repair" not in row["policy"]], 200, 0) == ""
+
+
+def test_what_isolation_cost_is_counted_in_pairs():
+    rows = []
+    for item, level in enumerate((0.0, 0.5, 0.5)):
+        for policy, gain in (("isolated", 0.0), ("cacheblend:0.1", 0.25), ("full", 0.5)):
+            rows.append({**made_row(policy, item, 0.0, 10), "exact_match": level + gain, "f1": level + gain / 2})
+    lines = accuracy_report.won_back(rows, 200, 0).splitlines()[4:]
+    assert [line.split(" | ")[2] for line in lines] == ["isolated", "cacheblend:0.1", "full"]
+    assert lines[1].endswith("| +0.250 [+0.250, +0.250] | +0.125 [+0.125, +0.125] |")
+    assert "+0.000 [+0.000, +0.000] | +0.000" in lines[0]
+    assert accuracy_report.won_back([row for row in rows if row["policy"] != "isolated"], 200, 0) == ""
 
 
 def test_runs_are_put_together_by_their_finished_batches(tmp_path):
