@@ -284,10 +284,13 @@ def launch_order(tiles: int, requests: int, heads: int) -> Int[np.ndarray, " P"]
     The last queries of a request see the most rows: their tiles begin first, so that none of them is left when others
     are done. Programs that begin second on their processor are dealt in two rounds where it ends earlier: then what
     begins third, which is shorter, evens out what the first two took together. Which of the two is told by playing it
-    for queries spread evenly over what they see.
+    for queries spread evenly over what they see. Several requests come one after the other: the tiles of one read the
+    same rows, which the cache of the GPU then holds.
     """
-    tile, request, head = np.meshgrid(np.arange(tiles)[::-1], np.arange(requests), np.arange(heads), indexing="ij")
+    request, tile, head = np.meshgrid(np.arange(requests), np.arange(tiles)[::-1], np.arange(heads), indexing="ij")
     longest = ((request * tiles + tile) * heads + head).reshape(-1).astype(np.int32)
+    if requests > 1:
+        return longest
     second = longest[PROCESSORS : 2 * PROCESSORS]
     dealt = np.concatenate([longest[:PROCESSORS], second[::2], second[1::2], longest[2 * PROCESSORS :]])
     return min(longest, dealt, key=lambda order: _end_of(order // heads % tiles + 1))
