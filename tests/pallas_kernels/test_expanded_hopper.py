@@ -141,7 +141,7 @@ def test_a_hopper_gpu_runs_it_for_what_it_takes(monkeypatch):
 
 
 def test_programs_begin_once_each_and_end_early():
-    """Longest first over all heads; what begins second is dealt where a third wave evens it out. Requests one by one."""
+    """Longest first over all heads; what begins second is dealt where a third wave evens it out."""
     for tiles, requests, heads in ((26, 1, 16), (32, 1, 16), (4, 4, 16), (1, 1, 1)):
         order = expanded_hopper.launch_order(tiles, requests, heads)
         assert np.array_equal(np.sort(order), np.arange(tiles * requests * heads))
