@@ -11,7 +11,6 @@ angle, ``R(-delta) q = cos q - sin Jq`` in either layout.
 """
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +37,8 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
 from pallas_kernels.rotated_latent_attention.hopper_splits import tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles, pack, tile_queries, unpack
 
-# Fastest on an H200 (``docs/log.md``), each where every request has pages of its own to read, and where many tiles read
-# the same: in ``hopper_stages`` where that takes them, in ``hopper_rows`` elsewhere.
-DECODE_IN_STAGES = hopper_stages.Options()
-EXTEND_IN_STAGES = hopper_stages.Options()
+# Of ``hopper_rows``, fastest on an H200 (``docs/log.md``): where every request has pages of its own to read, and where
+# many tiles read the same.
 DECODE = hopper_rows.Options("weights_first")
 EXTEND = hopper_rows.Options("maximum_first", turn_beside=True)
 
@@ -72,7 +69,7 @@ def rotated_latent_attention(
     splits: int | None = None,
     rotate: bool = True,
     interpret: bool = False,
-    options: hopper_rows.Options | hopper_stages.Options | None = None,
+    options: hopper_rows.Options | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """See ``api.rotated_latent_attention``; ``splits`` as for ``plan``, the rest as for ``attend``.
 
@@ -189,14 +186,14 @@ def attend(
     scale: float,
     rotate: bool = True,
     interpret: bool = False,
-    options: hopper_rows.Options | hopper_stages.Options | None = None,
+    options: hopper_rows.Options | None = None,
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Attention as planned.
 
     Args:
       rotate: False compiles rotation out and takes keys as they are stored, to measure what rotation costs.
       interpret: runs in the interpreter of Pallas, which needs no GPU, with its race detector.
-      options: takes the kernel they belong to, with these; None takes what is fastest.
+      options: takes the kernel of ``hopper_rows``, with these; None takes what is fastest.
     """
     out, lse, _ = _attend_tiles(
         planned,
@@ -231,29 +228,20 @@ def _attend_tiles(
     if planned.in_columns:
         out, lse = hopper_columns.attend_tiles(*operands, **settings)
     else:
-        options = options or _fastest(planned, q_latent, scale, masses)
-        if isinstance(options, hopper_stages.Options):
-            out, lse = hopper_stages.attend_tiles(*operands, **settings, options=options)
+        requests, _ = planned.schedule.page.shape
+        tokens, _, width = q_latent.shape
+        if options is None and not masses and width == hopper_stages.WIDTH and scale > 0:
+            out, lse = hopper_stages.attend_tiles(*operands, **settings)
         else:
+            options = options or (DECODE if tokens <= requests else EXTEND)
             out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
     return out, lse, mass
-
-
-def _fastest(planned, q_latent, scale, masses):
-    requests, _ = planned.schedule.page.shape
-    tokens, heads, width = q_latent.shape
-    decode = tokens <= requests
-    if masses or width != hopper_stages.WIDTH or scale <= 0:
-        return DECODE if decode else EXTEND
-    options = DECODE_IN_STAGES if decode else EXTEND_IN_STAGES
-    # Two tiles of a token read the same table.
-    return replace(options, shared=options.shared and heads % (2 * TILE_ROWS) == 0)
 
 
 def _untiled(tiles, out, lse, q_latent, interpret):
     """Of every token and head, splits merged: ``[M, H, C]`` and ``[M, H]``."""
     tokens, heads, _ = q_latent.shape
-    if lse.shape[0] > 1:
+    if out.shape[0] > 1:
         return hopper_merge.merge_splits(out, lse, tiles.place, heads=heads, dtype=q_latent.dtype, interpret=interpret)
     return unpack(tiles, out[0], tokens, 0.0), unpack(tiles, lse[0][..., None], tokens, -jnp.inf)[..., 0]
 

@@ -20,7 +20,7 @@ THREADS = 128
 
 
 def merge_splits(
-    out: Float[Array, "*E P W Q C"],
+    out: Float[Array, "P W Q C"],
     lse: Float[Array, "P W Q"],
     place: Int[Array, " M"],
     *,
@@ -30,10 +30,9 @@ def merge_splits(
 ) -> tuple[Float[Array, "M H C"], Float[Array, "M H"]]:
     """Output and natural log-sum-exp of each token and head; 0 and -inf where nothing was seen.
 
-    Where ``out`` has an axis ``E``, its terms are added up. ``place`` says where among the tokens of all tiles each
-    token stands; a negative one stands nowhere.
+    ``place`` says where among the tokens of all tiles each token stands; a negative one stands nowhere.
     """
-    splits, width = lse.shape[0], out.shape[-1]
+    splits, width = out.shape[0], out.shape[-1]
     warpgroups = min(MAX_WARPGROUPS, -(-splits // SPLITS_AT_ONCE))
 
     def merging(*refs, **scratch):  # a profile shows this name
@@ -57,12 +56,12 @@ def merge_splits(
         },
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
-    )(place, out.reshape(-1, splits, lse[0].size, width), lse.reshape(splits, -1))
+    )(place, out.reshape(splits, -1, width), lse.reshape(splits, -1))
 
 
 def _body(place_ref, out_ref, lse_ref, merged_ref, total_ref, *, heads, warpgroups, interpret, outs, softmax, found):
     token, head, me = lax.axis_index("token"), lax.axis_index("head"), lax.axis_index("warpgroup")
-    terms, splits, _, width = out_ref.shape
+    splits, _, width = out_ref.shape
     place = place_ref[token]
     row = jnp.maximum(place, 0) * heads + head
     strided = plgpu.Layout.WG_STRIDED((width,), max(1, width // THREADS))
@@ -84,10 +83,7 @@ def _body(place_ref, out_ref, lse_ref, merged_ref, total_ref, *, heads, warpgrou
         indices = [first + index * warpgroups for index in range(count)]
         inside = [jnp.minimum(index, splits - 1) for index in indices]
         parts = [jnp.where(i < splits, lse_ref[at, row], -jnp.inf) for i, at in zip(indices, inside, strict=True)]
-        values = []
-        for at in inside:
-            loaded = [plgpu.load(out_ref.at[term, at, row], layout=strided) for term in range(terms)]
-            values.append(sum(value.astype(jnp.float32) for value in loaded))
+        values = [plgpu.load(out_ref.at[at, row], layout=strided) for at in inside]
         return merge(parts, values, state)
 
     nothing = jnp.zeros(width, jnp.float32)

@@ -7,16 +7,14 @@ to the next. Weights lie where the page's rotary keys were, which are dead by th
 
 Each of the others owns half of the value columns. It rescales its accumulator, where a maximum rose, adds ``P V`` and
 asks for its half of the page three pages on. Rotary keys, two pages on, can be asked for no sooner than both have read
-the weights in their place and are wanted first: so they go ahead of the latents, behind whose 64 KiB they would queue,
-and are brought into the second-level cache a page earlier. The tensor core prefers wide products to narrow ones, so
-values wait until the scores of the next page are nearly there and run beside its softmax.
+the weights in their place and are wanted first, so latents wait for them: behind 64 KiB they would come too late. The
+tensor core prefers wide products to narrow ones, so values wait until the scores of the next page are nearly there and
+run beside its softmax.
 
 A query turns by factors copied in a page ahead, from values that load while the tensor core is given the other columns.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -55,22 +53,6 @@ SHARED = 128
 SCORER = 0
 
 
-@dataclass(frozen=True)
-class Options:
-    """How the kernel spends its time; results agree within rounding.
-
-    ``prefetch``: rotary keys are brought into the second-level cache a page before they are asked for. ``shared``: each
-    page is copied once to a cluster of two tiles that read the same table, as the two of a token with 128 heads do.
-    ``terms``: results of splits leave as two terms of bfloat16, which the copy unit takes from where pages were; from
-    registers, float32 takes as long as several pages. ``eager``: only half of the latents wait for rotary keys.
-    """
-
-    prefetch: bool = False
-    shared: bool = False
-    terms: bool = False
-    eager: bool = False
-
-
 # Registers of a thread that scores, and of one that adds values: what three warpgroups get at launch, shared anew.
 SCORING, ADDING = 184, 160
 
@@ -87,30 +69,23 @@ def attend_tiles(
     interleaved: bool,
     rotate: bool,
     interpret: bool,
-    options: Options,
-) -> tuple[Float[Array, "*E P W 64 C"], Float[Array, "P W 64"]]:
-    """Per split: the output of every tile and its natural log-sum-exp.
+) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"]]:
+    """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several.
 
-    The output is in float32 if there are several splits, or two terms of bfloat16 to be added (``E`` is 2).
     ``scale`` is positive.
     """
     tiles, _, width = q_latent.shape
     splits, half = schedule.bounds.shape[1] - 1, width // 2
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
-    shape = (*((2,) if splits > 1 and options.terms else ()), splits, tiles, TILE_ROWS, width)
-    members = 2 if options.shared else 1
-    cluster: dict[str, Any] = {"cluster": (members,), "cluster_names": ("member",)} if options.shared else {}
-    freed = plgpu.ClusterBarrier(collective_axes=("member",), num_arrivals=1, num_barriers=2 * STAGES)
     settings = {"scale": scale, "interleaved": interleaved, "rotate": rotate, "interpret": interpret}
     kernel = plgpu.kernel(
-        partial(_body, **settings, options=options),
+        partial(_body, **settings),
         out_type=(
-            jax.ShapeDtypeStruct(shape, jnp.bfloat16 if splits == 1 or options.terms else jnp.float32),
+            jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS, width), jnp.bfloat16 if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((splits, tiles, TILE_ROWS), jnp.float32),
         ),
-        grid=(tiles // members, splits),
+        grid=(tiles, splits),
         grid_names=("tile", "split"),
-        **cluster,
         num_threads=3,
         thread_name="warpgroup",
         scratch_types={
@@ -130,7 +105,6 @@ def attend_tiles(
             "released": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "asked": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "summed": plgpu.Barrier(num_arrivals=1),
-            **({"freed": freed} if options.shared else {}),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
@@ -143,13 +117,10 @@ def attend_tiles(
 def _body(
     request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
     factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
-    *, scale, interleaved, rotate, interpret, options, query, latent, rope, exchange, factors,
+    *, scale, interleaved, rotate, interpret, query, latent, rope, exchange, factors,
     query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, asked, summed,
-    freed=None,
 ):  # fmt: skip
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
-    if options.shared:
-        tile = 2 * tile + lax.axis_index("member")
     request, layer = request_ref[tile], layer_ref[0]
     start, stop = 2 * bounds_ref[tile, split], 2 * bounds_ref[tile, split + 1]
     half = latent.shape[-1]
@@ -272,8 +243,7 @@ def _body(
         def load(entry, id_):
             page = stage(entry)
             source, barrier = latent_ref.at[layer, id_, :, sides[side]], latent_loaded.at[2 * page + side]
-            axes = "member" if options.shared else None
-            plgpu.copy_gmem_to_smem(source, latent.at[page, side], barrier, collective_axes=axes)
+            plgpu.copy_gmem_to_smem(source, latent.at[page, side], barrier)
 
         def load_rope(entry, id_):
             slot = turn(entry)
@@ -292,9 +262,6 @@ def _body(
         for ahead in range(STAGES):
             if ahead == 1:
                 plgpu.barrier_wait(query_taken)  # it came in where the last of these pages goes
-            if ahead == STAGES - 1 and options.shared:
-                plgpu.barrier_arrive(freed.at[2 * ahead + side])
-                plgpu.barrier_wait(freed.at[2 * ahead + side])
             entry = start + ahead
             if side == 1 and ahead < TURNS:
                 pl.when(entry < stop)(partial(load_rope, entry, page_at(entry)))
@@ -311,28 +278,15 @@ def _body(
             scaled = rescaled(out, rescale, interpret)
             pl.when(entry + 1 < stop)(lambda: plgpu.barrier_wait(scored.at[turn(entry + 1)]))
             out = product([(rope.at[slot], latent.at[page, side], None)], scaled)
-            more = entry + STAGES < stop
             wait_for_own_warps(interpret)
-            if options.shared:
-                pl.when(more)(lambda: plgpu.barrier_arrive(freed.at[2 * page + side]))
             if side == 0:
                 plgpu.barrier_arrive(released.at[slot])
-                if not options.eager:
-                    plgpu.barrier_wait(asked.at[slot])
+                plgpu.barrier_wait(asked.at[slot])
             else:
                 plgpu.barrier_wait(released.at[slot])
                 pl.when(entry + TURNS < stop)(lambda: load_rope(entry + TURNS, next_rope))
-                if not options.eager:
-                    plgpu.barrier_arrive(asked.at[slot])
-                if options.prefetch and not interpret:
-                    plgpu.async_prefetch(rope_ref.at[layer, next_latent])
-
-            @pl.when(more)
-            def _load():
-                if options.shared:
-                    plgpu.barrier_wait(freed.at[2 * page + side])
-                load(entry + STAGES, next_latent)
-
+                plgpu.barrier_arrive(asked.at[slot])
+            pl.when(entry + STAGES < stop)(lambda: load(entry + STAGES, next_latent))
             return out
 
         nothing = plgpu.layout_cast(jnp.zeros((TILE_ROWS, half), jnp.float32), plgpu.Layout.WGMMA)
@@ -340,21 +294,15 @@ def _body(
         plgpu.barrier_wait(summed)
         total = plgpu.load(exchange.at[TURNS], layout=rows, optimized=False)
         out = out / along(total, out)
+        target = out_ref.at[split, tile, :, sides[side]]
         if out_ref.dtype == jnp.float32:
-            out_ref.at[split, tile, :, sides[side]][...] = out
-            return
-        # From registers, 16 bytes of a row at a time, storing takes as long as several pages.
-        targets = [out_ref] if len(out_ref.shape) == 4 else [out_ref.at[term] for term in range(2)]
-        for column in range(0, half, 64):  # more at a time would not fit in registers
-            rest = out[:, column : column + 64]
-            for term in range(len(targets)):
-                narrow = rest.astype(jnp.bfloat16)
-                latent.at[term, side, :, pl.ds(column, 64)][...] = narrow
-                rest = rest - narrow.astype(jnp.float32)
-        plgpu.commit_smem()
-        for term, target in enumerate(targets):
-            plgpu.copy_smem_to_gmem(latent.at[term, side], target.at[split, tile, :, sides[side]])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes are done when the kernel is
+            target[...] = out
+        else:
+            # From registers, 16 bytes of a row at a time, storing takes as long as several pages.
+            latent.at[0, side][...] = out.astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(latent.at[0, side], target)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # writes are done when the kernel is
 
     def run(role, registers, action):
         if not interpret:
