@@ -102,12 +102,12 @@ class Speed:
                 context, repeats = self.settings["decode_context"], self.settings["repeats"]
                 steps = decode_ms(server, batch=size, context=context, moved=False, repeats=repeats)
                 found.append(_rate(f"decode_{size}", name, size, [1e-3 * step for step in steps]))
-        if mesh is None:
-            np.save(self.logits, logits)
-        elif self.logits.exists():
+        if self.logits.exists():
             one = np.load(self.logits)
             off = np.sqrt(np.mean(np.square(logits - one))) / np.std(one)
             found.append({"what": f"rms_difference_{self.dtype}", "mesh": name, "value": float(off)})
+        elif mesh is None:
+            np.save(self.logits, logits)
         return found
 
     def _server(self, model: Model) -> Server:

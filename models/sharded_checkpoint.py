@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import families, sharding
 from models.checkpoint import check_tensors, is_published, read_published, saved_config
@@ -30,6 +30,8 @@ from models.safetensors_reader import Stored
 
 READERS = 8  # one thread maps, cuts and sends at a fraction of what a disk and the way to a device carry
 SLAB_BYTES = 8 * 2**20  # what waits to be sent is copied once more, into pinned memory that grows in powers of two
+
+COMPILED_AT_ONCE = 2  # a compiler takes more memory than a slab, and eight of them more than any tensor
 
 Progress = Callable[[int, int, float], None]
 """Called with bytes read, bytes in all, and seconds since the start."""
@@ -92,7 +94,7 @@ def read_sharded(
     tensors = list(family.tensors(config))
     sizes = [_nbytes(stored[tensor.name]) for tensor in tensors]
     pending: deque[tuple[int, Future[None]]] = deque()
-    done, held, started = 0, 0, time.perf_counter()
+    programs, done, held, started = _Programs(), 0, 0, time.perf_counter()
 
     def finish_first() -> int:
         nonlocal done
@@ -107,7 +109,7 @@ def read_sharded(
         for tensor, size in zip(tensors, sizes, strict=True):
             while pending and (held + size > max(sizes) or len(pending) == 2 * READERS):
                 held -= finish_first()
-            pending.append((size, readers.submit(_set_tensor, parts, tensor, stored[tensor.name])))
+            pending.append((size, readers.submit(_set_tensor, parts, tensor, stored[tensor.name], programs)))
             held += size
         while pending:
             finish_first()
@@ -125,55 +127,93 @@ def _nbytes(stored: Stored) -> int:
     return int(np.prod(stored.shape, dtype=np.int64)) * stored.dtype.itemsize
 
 
-def _set_tensor(parts: Any, tensor: Tensor, stored: Stored) -> None:
+def _set_tensor(parts: Any, tensor: Tensor, stored: Stored, programs: "_Programs") -> None:
     for (path, index), value in zip(tensor.parts, tensor.unpack(np.asarray(stored.read())), strict=True):
         leaf = parts
         for name in path:
             leaf = leaf[name]
-        leaf.set(tuple(place for place in index if isinstance(place, int)), value)
+        leaf.set(tuple(place for place in index if isinstance(place, int)), value, programs)
+
+
+class _Programs:
+    """``_set_at`` by the shapes it is compiled for, ``COMPILED_AT_ONCE`` at a time."""
+
+    def __init__(self) -> None:
+        self.places, self.lock = threading.Semaphore(COMPILED_AT_ONCE), threading.Lock()
+        self.found: dict[Any, Future[Any]] = {}
+
+    def program(self, part: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct, turned: tuple[int, ...]) -> Any:
+        """Called as ``_set_at`` without ``turned``."""
+        key = (part.shape, part.dtype, part.sharding, value.shape, value.dtype, turned)
+        with self.lock:
+            known = key in self.found
+            future = self.found.setdefault(key, Future())
+        if not known:
+            with self.places:
+                try:
+                    at = jax.ShapeDtypeStruct((len(part.shape),), jnp.int32)
+                    future.set_result(_set_at.lower(part, value, at, turned=turned).compile())
+                except BaseException as error:
+                    future.set_exception(error)
+                    raise
+        return future.result()
 
 
 class _Parts:
-    """One parameter being filled: what each device of this process keeps, by the slice of the whole that it is."""
+    """One parameter being filled: what the devices of this process keep, by the slice of the whole that it is. Devices
+    that keep the same one are written by one program. A slice as small as a slab is filled on the host, without any."""
 
     def __init__(self, empty: jax.Array):
         self.shape, self.sharding = empty.shape, empty.sharding
-        self.arrays = {shard.device: shard.data for shard in empty.addressable_shards}
-        self.holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+        self.arrays: dict[tuple[tuple[int, int], ...], Any] = {}
+        shards: dict[tuple[tuple[int, int], ...], list[Any]] = {}
         for shard in empty.addressable_shards:
             bounds = tuple(part.indices(length)[:2] for part, length in zip(shard.index, self.shape, strict=True))
-            self.holders.setdefault(bounds, []).append(shard.device)
+            shards.setdefault(bounds, []).append(shard)
+        self.places: dict[tuple[tuple[int, int], ...], NamedSharding] = {}
+        for bounds, alike in shards.items():
+            copies = Mesh(np.asarray([shard.device for shard in alike]), ("copies",))
+            self.places[bounds] = place = NamedSharding(copies, PartitionSpec())
+            pieces = [shard.data for shard in alike]
+            if pieces[0].nbytes <= SLAB_BYTES:
+                self.arrays[bounds] = np.zeros(pieces[0].shape, pieces[0].dtype)
+            else:
+                self.arrays[bounds] = jax.make_array_from_single_device_arrays(pieces[0].shape, place, pieces)
         self.lock = threading.Lock()
 
-    def set(self, index: tuple[int, ...], value: np.ndarray) -> None:
+    def set(self, index: tuple[int, ...], value: np.ndarray, programs: _Programs) -> None:
         """Sets ``whole[index] = value`` in the parts that hold some of it; ``index`` counts layers and experts.
 
         What is sent is in the order of the file; devices turn it, which a host does far below the speed of a disk. Each
         slab is waited for, or hosts and devices would hold what is still on its way.
         """
-        for bounds, devices in self.holders.items():
+        for bounds, place in self.places.items():
             leading = bounds[: len(index)]
-            if any(not begin <= place < end for place, (begin, end) in zip(index, leading, strict=True)):
+            if any(not begin <= number < end for number, (begin, end) in zip(index, leading, strict=True)):
                 continue
             own = value[tuple(slice(*bound) for bound in bounds[len(index) :])]
+            local = [number - begin for number, (begin, _) in zip(index, leading, strict=True)]
+            if isinstance(self.arrays[bounds], np.ndarray):
+                self.arrays[bounds][tuple(local)] = own
+                continue
             order = tuple(np.argsort([-abs(stride) for stride in own.strides], kind="stable").tolist())
             turned = tuple(np.argsort(order).tolist())
-            local = [place - begin for place, (begin, _) in zip(index, leading, strict=True)]
+            lengths = tuple(end - begin for begin, end in bounds)
+            part = jax.ShapeDtypeStruct(lengths, self.arrays[bounds].dtype, sharding=place)
             for start, source in _slabs(own, order):
                 at = np.asarray([*local, *start], np.int32)
                 slab = np.ascontiguousarray(source.transpose(order))
-                sent = jax.block_until_ready([jax.device_put(slab, device) for device in devices])
+                set_at = programs.program(part, jax.ShapeDtypeStruct(slab.shape, slab.dtype, sharding=place), turned)
+                sent = jax.block_until_ready(jax.device_put(slab, place))
                 _let_go(source)
                 with self.lock:  # one writer: the part is taken over
-                    written = [
-                        _set_at(self.arrays[device], array, at, turned)
-                        for device, array in zip(devices, sent, strict=True)
-                    ]
-                    self.arrays |= zip(devices, jax.block_until_ready(written), strict=True)
+                    self.arrays[bounds] = jax.block_until_ready(set_at(self.arrays[bounds], sent, at))
 
     def assembled(self) -> jax.Array:
         """The whole parameter, its parts where they are."""
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, list(self.arrays.values()))
+        arrays = [jax.device_put(array, self.places[bounds]) for bounds, array in self.arrays.items()]
+        parts = [shard.data for array in arrays for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
 
 
 def _slabs(value: np.ndarray, order: tuple[int, ...]) -> Iterator[tuple[list[int], np.ndarray]]:
