@@ -119,5 +119,5 @@ def exactly(arguments: Sequence[str], names: str) -> list[str]:
 def _describe(flag: flags.Flag) -> str:
     value = "" if flag.boolean else f"={'' if flag.default in (None, '') else flag.default}"
     head = f"  --{flag.name}{value}"
-    text = textwrap.wrap(" ".join(flag.help.split()), WIDTH - 26)
+    text = textwrap.wrap(" ".join(flag.help.split()), WIDTH - 26, break_long_words=False)
     return f"{head:<25} " + ("\n" + " " * 26).join(text)
