@@ -27,7 +27,7 @@ COLOURS = {
     "last": "#3b3b3b",
 }
 LINES = {"full": "#d9622b", "prefix": "#8c8c8c", "naive": "#b3362c", "irminsul": "#1f4e8c"}
-CHARACTERS_AN_INCH = 9.5  # of a title
+CHARACTERS_AN_INCH = 10  # of a title
 STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
 
 
