@@ -17,7 +17,7 @@ from irminsul.forget import Forgotten
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import PrefillResult, prefill
 from irminsul.prompt_checks import as_token_ids, check_token_ids
-from irminsul.publish import isolate, publish
+from irminsul.publish import isolate_each, publish
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling
 from irminsul.store import Store
@@ -133,7 +133,8 @@ class Engine:
         )
         loaded = time.perf_counter()
         if self.policy.provenance == "isolated" and self.policy.shifted == "serve":
-            self.cache = isolate(self.model, self.cache, tokens, self.policy, **who, store=self.store)
+            for cache in isolate_each(self.model, self.cache, tokens, self.policy, **who, store=self.store):
+                self.cache = cache
         try:
             result = prefill(self.model, self.cache, tokens, self.policy, **who, shared=shared, new_tokens=count)
         except PoolTooSmallError:

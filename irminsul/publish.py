@@ -1,6 +1,6 @@
 """Rows computed ahead of requests: behind a context that an operator trusts, or behind the sink alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,22 @@ def isolate(
     Raises:
       ConsumedError, ValueError: as ``prefill``, before anything changes.
     """
+    who: dict[str, Any] = {"namespace": namespace, "adapter": adapter, "mode": mode, "store": store}
+    return [cache, *isolate_each(model, cache, tokens, policy, **who)][-1]
+
+
+def isolate_each(
+    model: Any,
+    cache: ContentCache,
+    tokens: Integer[np.ndarray, " T"],
+    policy: Policy,
+    *,
+    namespace: str = "default",
+    adapter: str = "",
+    mode: Mode = "fast",
+    store: Store | None = None,
+) -> Iterator[ContentCache]:
+    """``isolate``, the cache after each chunk: whoever keeps the last one has it if the next chunk raises."""
     cache.require_alive()
     key, sink = isolated_key(cache, model, namespace, adapter, mode), canonical_sink(model, policy)
     who: dict[str, Any] = {"namespace": namespace, "adapter": adapter, "mode": mode, "context": "isolated"}
@@ -78,7 +94,7 @@ def isolate(
             except PoolTooSmallError:
                 break
             cache = end_isolated(store, result.cache, result.request, sink)
-    return cache
+            yield cache
 
 
 def end_isolated(

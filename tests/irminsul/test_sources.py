@@ -15,6 +15,7 @@ from irminsul.device_turn import turn
 from irminsul.engine import Engine
 from irminsul.plan import EXACT, REFUSED, SHIFTED
 from irminsul.policies import get_policy
+from irminsul.prefill import prefill
 from tests.irminsul.conftest import SMALL_CHUNKS
 from tests.irminsul.serving import edits, prompts, random_tokens
 
@@ -61,6 +62,23 @@ def test_isolated_answers_do_not_depend_on_what_was_served_before(model, text, d
     actual, expected = (engine.serve(tokens, max_new_tokens=3) for engine in (warm, cold))
     np.testing.assert_array_equal(actual.step_logits, expected.step_logits)
     assert actual.bins["shifted"] == expected.bins["shifted"]
+
+
+def test_a_chunk_whose_program_cannot_start_leaves_the_engine_usable(engine, monkeypatch):
+    served, calls = engine(ISOLATED), []
+
+    def prefill_twice(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("no memory for this program")
+        return prefill(*arguments, **options)
+
+    monkeypatch.setattr("irminsul.publish.prefill", prefill_twice)
+    with pytest.raises(MemoryError):
+        served.serve(random_tokens(1, 200))
+    assert len(served.cache.namespaces) == 1  # one chunk is there
+    response = served.serve(random_tokens(1, 200))
+    np.testing.assert_array_equal(response.logits, engine(ISOLATED).serve(random_tokens(1, 200)).logits)
 
 
 def test_isolated_rows_serve_chunks_anywhere_and_rows_behind_prompts_are_refused(engine):
