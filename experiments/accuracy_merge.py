@@ -1,7 +1,8 @@
 """One report of several runs of the accuracy study, which may have been made side by side or stopped on the way.
 
 ``python -m experiments.accuracy_merge --environment=DIR/result.json --out=DIR ROWS.jsonl [ROWS.jsonl ...]``: rows as a
-run keeps them until it is complete (``rows.py``), finished batches only, each item, task, model and policy once.
+run keeps them until it is complete (``rows.py``), finished batches only, each item, task, model and policy once, and of
+the items those that every policy was asked.
 ``--environment`` names a result of the same machine.
 """
 
@@ -56,7 +57,7 @@ def merged(paths: Sequence[Path]) -> tuple[ConfigDict, list[dict[str, Any]]]:
     policies = ["full", *(name for name in policies if name != "full")]
     once = {(row["model"], row["task"], row["item"], row["policy"]): row for _, rows in runs for row in rows}
     ordered = sorted(
-        once.values(),
+        in_pairs(list(once.values())),
         key=lambda row: (
             models.index(row["model"]),
             tasks.index(row["task"]),
@@ -65,6 +66,15 @@ def merged(paths: Sequence[Path]) -> tuple[ConfigDict, list[dict[str, Any]]]:
         ),
     )
     return ConfigDict(config), ordered
+
+
+def in_pairs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of items that every policy of their model and task was asked, so that all are compared on the same."""
+    asked: dict[tuple[str, str], dict[str, set[int]]] = {}
+    for row in rows:
+        asked.setdefault((row["model"], row["task"]), {}).setdefault(row["policy"], set()).add(row["item"])
+    common = {key: set.intersection(*by.values()) for key, by in asked.items()}
+    return [row for row in rows if row["item"] in common[row["model"], row["task"]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

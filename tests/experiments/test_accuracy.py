@@ -295,11 +295,12 @@ def test_runs_are_put_together_by_their_finished_batches(tmp_path):
     second = [
         {"key": {**key, "policies": "naive", "samples": 9}},
         {"row": made_row("naive", 0, 1.0, 0)},
+        {"row": made_row("naive", 7, 1.0, 0)},  # of an item that the others were not asked
         {"finished": "0"},
     ]
     paths = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
     for path, records in zip(paths, (first, [*second, {"row": made_row("naive", 1, 1.0, 0)}]), strict=True):
         path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"row": {"mod', encoding="utf-8")
     config, rows = accuracy_merge.merged(paths)
-    assert [row["policy"] for row in rows] == ["full", "epic:4", "naive"]
+    assert [(row["policy"], row["item"]) for row in rows] == [("full", 0), ("epic:4", 0), ("naive", 0)]
     assert (config.policies, config.samples, config.tasks) == ("full,epic:4,naive", 9, "nq")
