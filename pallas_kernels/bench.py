@@ -212,15 +212,19 @@ def compiled(task: Task) -> jax.stages.Compiled:
 
 
 def timed_rows(group: list[tuple[Task, jax.stages.Compiled]], repeats: int) -> Iterator[dict[str, Any]]:
-    """One row a task and pattern; all read the same operands and take turns, so that drifting clocks meet all alike."""
+    """One row a task and pattern; all read the same operands and take turns, in alternating order.
+
+    So drifting clocks meet all alike, and what follows a program that draws little power does not always do so.
+    """
     operands = operands_of(group[0][0])
     cases = [(task, program, replace(task.spec, delta_pattern=p)) for task, program in group for p in task.patterns]
     tables = [arguments(spec, layers=1, capacity=task.capacity)["page_table"] for task, _, spec in cases]
     times: list[list[tuple[float, float]]] = [[] for _ in cases]
     last: list[Any] = [None] * len(cases)
     for turn in range(repeats + 1):
-        for case, ((task, program, _), table) in enumerate(zip(cases, tables, strict=True)):
-            operands["page_table"] = table
+        for case in sorted(range(len(cases)), reverse=turn % 2 == 1):
+            task, program, _ = cases[case]
+            operands["page_table"] = tables[case]
             start = time.perf_counter()
             last[case] = jax.block_until_ready(program(operands))
             wall = 1e6 * (time.perf_counter() - start)

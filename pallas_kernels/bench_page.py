@@ -152,19 +152,23 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     ceilings = result["ceilings"]
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    intensities = [2**power for power in range(3, 13)]
+    ridge = 1e3 * ceilings["matmul_tflops"] / ceilings["copy_gbps"]
+    intensities = [16, ridge, 2**18]
     roof = [min(ceilings["matmul_tflops"], intensity * ceilings["copy_gbps"] * 1e-3) for intensity in intensities]
     axes.plot(intensities, roof, color="black", linewidth=1, label="ceilings of the run")
-    for heads, marker in ((16, "o"), (64, "s"), (128, "^")):
-        points = [
-            (_spec(shape).flops / _spec(shape).row_bytes, row["tflops"])
-            for shape, rows in by_shape(result).items()
-            for row in rows
-            if shape[0] == heads and _absorbed(row) and row["rotation"] and row["delta_pattern"] != "none"
-        ]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker, label=f"H = {heads}", fillstyle="none")
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte of rows", ylabel="TFLOP/s")
+    for heads, marker, color in ((16, "o", "C0"), (64, "s", "C1"), (128, "^", "C2")):
+        for pattern, fill, label in (("every_8_pages", "full", f"{heads} heads"), ("every_page", "none", "")):
+            points = [
+                (_spec(shape).flops / _spec(shape).row_bytes, row["tflops"])
+                for shape, rows in by_shape(result).items()
+                for row in rows
+                if shape[0] == heads and _absorbed(row) and row["rotation"] and row["delta_pattern"] == pattern
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker, color=color, fillstyle=fill, label=label or None)
+    axes.plot([], [], "o", color="gray", fillstyle="none", label="hollow: every page its own distance")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte of cached rows", ylabel="TFLOP/s")
+    axes.set_title("Rotated latent attention, a new distance every 8 pages", loc="left", fontsize="medium")
     axes.legend(frameon=False)
     # The same figures give the same file: no date, no random names.
     with matplotlib.rc_context({"svg.hashsalt": path.stem}):
