@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 
-# Joules a floating-point operation and a byte moved, fitted by least squares to the measured rows of
-# docs/results/energy_h200 (bfloat16, one H200), which they meet within 14 %. For machines without a counter: what they
-# give is a model's figure.
-JOULES_PER_FLOP, JOULES_PER_BYTE = 1.9e-12, 0.23e-9
+# Joules a floating-point operation and a byte moved, fitted by least squares to the rows of mla and gqa in
+# docs/results/energy_h200 (bfloat16, one H200), which they meet within 9 %; recurrent models took up to 1.8 times as
+# much. For machines without a counter: what they give is a model's figure.
+JOULES_PER_FLOP, JOULES_PER_BYTE = 1.37e-12, 0.22e-9
 
 
 @dataclasses.dataclass(frozen=True)
