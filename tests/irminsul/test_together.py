@@ -84,10 +84,15 @@ def warm(subject, document):
     return complete(result.cache, result.request)
 
 
-def test_a_pool_over_several_devices_is_refused(monkeypatch, model):
-    monkeypatch.setattr(together, "split_axes", lambda *names: ("sequence",))
+def test_a_batch_whose_prompts_cannot_share_blocks_is_refused(model):
     with pytest.raises(ValueError, match=r"together=2 .* use mode='fast' without a mesh"):
         Batcher.create(model, CONFIG, mode="deterministic", together=2)
+    with pytest.raises(ValueError, match="segment=2048 must be at most prefill_tokens=1024"):
+        Batcher.create(model, CONFIG, together=2, segment=2048)
+
+
+def test_a_pool_over_several_devices_is_refused(monkeypatch, model):
+    monkeypatch.setattr(together, "split_axes", lambda *names: ("sequence",))
     with pytest.raises(
         NotImplementedError, match=r"split over the mesh axes \('sequence',\); serve prompts one by one"
     ):
