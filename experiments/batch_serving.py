@@ -173,6 +173,7 @@ def computed(
             alone = dataclasses.replace(block, slots=block.slots[:, :0])  # whatever the continuation, one program
             logits, first, after = compute(model, tuple(pools), alone, storage=storage)
             yield Computed(group, logits, first, block, after, [requests[index].pages for index in group], storage)
+            jax.block_until_ready(logits)  # pages of those that follow are gathered when there is room again
 
 
 def with_pages(group: Computed, caches: Sequence[ContentCache]) -> list[ContentCache]:
