@@ -2,9 +2,9 @@
 
     python -m pallas_kernels.bench_page --directory=docs/benchmarks
 
-Reads ``rotated_latent_attention_h200.json`` and ``rotated_latent_attention_peers_h200.json``, draws
-``rotated_latent_attention_roofline.svg`` and replaces what stands between the two marks of
-``rotated_latent_attention.md``; the rest of the page is written by hand.
+Reads ``rotated_latent_attention_h200.json``, ``rotated_latent_attention_peers_h200.json`` and, of
+``pallas_kernels.bench_rotation``, ``rotation_in_pairs_h200.json``, draws ``rotated_latent_attention_roofline.svg`` and
+replaces what stands between the two marks of ``rotated_latent_attention.md``; the rest of the page is written by hand.
 
 The floor of a shape is the larger of its bytes (each visible row once) over the copy rate and its operations over the
 sustained product rate, both of the same run. Peers were measured on another machine, so their times are scaled by the
@@ -33,14 +33,15 @@ def main(argv: list[str] | None = None) -> None:
     result, peers = (
         json.loads((directory / f"rotated_latent_attention{kind}_h200.json").read_text()) for kind in ("", "_peers")
     )
+    pairs = json.loads((directory / "rotation_in_pairs_h200.json").read_text())
     page = directory / "rotated_latent_attention.md"
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)
-    page.write_text("".join((before, BEGIN, "\n\n", figures(result, peers), "\n", END, after)))
+    page.write_text("".join((before, BEGIN, "\n\n", figures(result, peers, pairs), "\n", END, after)))
     draw(result, directory / "rotated_latent_attention_roofline.svg")
 
 
-def figures(result: dict[str, Any], peers: dict[str, Any]) -> str:
+def figures(result: dict[str, Any], peers: dict[str, Any], pairs: dict[str, Any] | None = None) -> str:
     """The tables, as Markdown."""
     ceilings = result["ceilings"]
     lines = [
@@ -61,7 +62,10 @@ def figures(result: dict[str, Any], peers: dict[str, Any]) -> str:
             f"| {row['tflops']:.0f} | {row['gbps']:.0f} | {floor(shape, ceilings) / row['microseconds']:.0%} "
             f"| {peer:.1f} | {peer / row['microseconds']:.2f} | {peer / plain:.2f} | {row['relative_error']:.1e} |"
         )
-    lines += ["", *rotation_table(result), "", *expanded_table(result, peer_times)]
+    lines += ["", *rotation_table(result)]
+    if pairs is not None:
+        lines += ["", *pairs_table(pairs)]
+    lines += ["", *expanded_table(result, peer_times)]
     if any(row["storage"] == "unrotated" for row in result["rows"]):
         lines += ["", *unrotated_table(result)]
     return "\n".join(lines) + "\n"
@@ -81,6 +85,21 @@ def rotation_table(result: dict[str, Any]) -> list[str]:
                 f"| {_name(shape)} | {without:.1f} | {times[True, 'every_8_pages'] / without - 1:+.1%} "
                 f"| {times[True, 'none']:.1f} | {times[True, 'every_page']:.1f} |"
             )
+    return lines
+
+
+def pairs_table(pairs: dict[str, Any]) -> list[str]:
+    """What rotation costs by calls that alternate; see ``bench_rotation``."""
+    lines = [
+        "| H, B, T, L | every 8 pages, us | compiled out, us | cost | in single rounds | cost where no distance is |",
+        "|---|---|---|---|---|---|",
+    ]
+    for shape, (row,) in by_shape(pairs).items():
+        times, (least, most) = row["microseconds"], row["cost_range"]
+        lines.append(
+            f"| {_name(shape)} | {times['every_8_pages_rotation']:.1f} | {times['every_8_pages_compiled_out']:.1f} "
+            f"| {row['cost']:+.1%} | {least:+.1%} to {most:+.1%} | {row['cost_without_distances']:+.1%} |"
+        )
     return lines
 
 

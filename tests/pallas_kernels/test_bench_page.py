@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import bench_page
+from pallas_kernels import bench_page, bench_rotation
+from pallas_kernels.rotated_latent_attention.arg_specs import ArgSpec
 
 CEILINGS = {"copy_gbps": 4000.0, "matmul_tflops": 500.0}
 DIRECTORY = Path(__file__).parents[2] / "docs" / "benchmarks"
@@ -65,6 +66,7 @@ def test_tables_state_ratios():
 def test_page_is_written_between_its_marks(tmp_path):
     for name, content in (("", RESULT), ("_peers", PEERS)):
         (tmp_path / f"rotated_latent_attention{name}_h200.json").write_text(json.dumps(content))
+    (tmp_path / "rotation_in_pairs_h200.json").write_text(json.dumps({"rows": []}))
     page, picture = tmp_path / "rotated_latent_attention.md", tmp_path / "rotated_latent_attention_roofline.svg"
     page.write_text(f"before\n{bench_page.BEGIN}\nold\n{bench_page.END}\nafter\n")
     drawn = []
@@ -83,7 +85,21 @@ def test_stored_figures_are_those_of_the_page():
     if not stored.exists():
         pytest.skip("no run is stored")
     peers = json.loads((DIRECTORY / "rotated_latent_attention_peers_h200.json").read_text())
+    pairs = json.loads((DIRECTORY / "rotation_in_pairs_h200.json").read_text())
     assert (
-        bench_page.figures(json.loads(stored.read_text()), peers)
+        bench_page.figures(json.loads(stored.read_text()), peers, pairs)
         in (DIRECTORY / "rotated_latent_attention.md").read_text()
+    )
+
+
+def test_a_cost_is_the_median_of_ratios_within_rounds():
+    """Clocks that drift from round to round do not enter it, where medians of times would let them."""
+    pages = [(200.0, 100.0), (33.0, 30.0), (55.0, 50.0)]
+    names = ("every_8_pages_rotation", "every_8_pages_compiled_out", "none_rotation", "none_compiled_out")
+    rounds = [dict(zip(names, (*pair, 51.0, 50.0), strict=True)) for pair in pages]
+    row = bench_rotation.row_of(ArgSpec(64, 3, 1, 70), rounds)
+    assert (row["cost"], row["cost_range"], row["cost_without_distances"]) == (0.1, [0.1, 1.0], 0.02)
+    assert row["microseconds"]["every_8_pages_rotation"] == 55.0
+    assert "| 64, 3, 1, 70 | 55.0 | 50.0 | +10.0% | +10.0% to +100.0% | +2.0% |" in bench_page.pairs_table(
+        {"rows": [row]}
     )
