@@ -8,12 +8,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.mesh_axes import TENSOR, split_axes
 
 
 def embedding(tokens: Int[Array, "*batch"], table: Float[Array, "V D"]) -> Float[Array, "*batch D"]:
-    """Rows of ``table``. Token ids are checked on the host: out of range they would clamp in silence."""
-    return table[tokens]
+    """Rows of ``table``. Token ids are checked on the host: out of range they would clamp in silence.
+
+    Where a mesh splits the vocabulary each device looks up its own rows. Left to the compiler, one token alone is a
+    slice of the table, and for that a GPU's compiler gathers the whole of it.
+    """
+    if not split_axes(TENSOR):
+        return table[tokens]
+
+    def of_device(tokens, table):
+        place = tokens - jax.lax.axis_index(TENSOR) * len(table)
+        own = (place >= 0) & (place < len(table))
+        rows = jnp.where(own[..., None], table[jnp.where(own, place, 0)], 0)
+        return jax.lax.psum(rows, TENSOR)
+
+    whole = PartitionSpec()
+    return jax.shard_map(
+        of_device, in_specs=(whole, PartitionSpec(TENSOR)), out_specs=whole, axis_names={TENSOR}, check_vma=False
+    )(tokens, table)
 
 
 def linear(x: Float[Array, "*batch I"], weight: Float[Array, "I O"]) -> Float[Array, "*batch O"]:
@@ -48,9 +67,10 @@ def swiglu(
 
 def unembed(hidden: Float[Array, "*batch D"], table: Float[Array, "V D"]) -> Float[Array, "*batch V"]:
     """Float32 logits from the final hidden states and a head laid out like an embedding."""
-    if hidden.ndim == 1 and table.dtype == jnp.bfloat16:
+    if hidden.size == hidden.shape[-1] and table.dtype == jnp.bfloat16:
         # As a product of a matrix and a vector XLA would write the table out in float32 first.
-        return jnp.sum(table.astype(jnp.float32) * hidden.astype(jnp.float32)[None], axis=1)
+        logits = jnp.sum(table.astype(jnp.float32) * hidden.astype(jnp.float32).reshape(1, -1), axis=1)
+        return logits.reshape(*hidden.shape[:-1], -1)
     return jnp.einsum("...D,VD->...V", hidden, table, preferred_element_type=jnp.float32)
 
 
