@@ -181,7 +181,7 @@ class Server:
     def __init__(self, chosen: Subject, config: ConfigDict, items: Sequence[Item]):
         self.chosen, self.model, self.config, self.items = chosen, chosen.model, config, items
         # Few sizes, few programs; what was served before a prompt is shorter than that and another context.
-        longest = few_sizes(max(len(item.prompt) for item in items) + LAST_CONTEXT, 512)
+        longest = -(-(max(len(item.prompt) for item in items) + LAST_CONTEXT) // 512) * 512
         longest = min(self.model.max_position, config.length + LAST_CONTEXT, longest)
         forced = max(config.new_tokens, *(len(item.asked.forced) for item in items))
         self.cache_config = CacheConfig(

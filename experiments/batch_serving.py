@@ -34,13 +34,13 @@ from irminsul.repair import privatise
 from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from pallas_kernels.page_table import Storage
 
-SMALLEST_BLOCK, BLOCK_STEP = 128, 4  # blocks have 128, 512, 2,048 ... tokens
+SMALLEST_BLOCK = 128  # tokens of a block: 128, 512, 2,048 ..., on cores, where padding costs more, 256 and 1,024, too
 SMALLEST_PROMPT = 512  # positions of a prompt and what is forced behind it: 512, 1,024 ...
-SMALLEST_POOL = 64  # pages a prompt reads and writes: 64, 128 ...
+SMALLEST_POOL = 32  # pages a prompt reads and writes: 32, 64 ...
 # Of the prompts that one program computes side by side, padding included. Cores are busy with few tokens.
 MOST_TOGETHER, PAGES_TOGETHER, SCORES_TOGETHER = 32, 768, 2**25
-TOKENS_TOGETHER = {"cpu": 512}
-TOKENS_TOGETHER_ELSEWHERE = 16_384
+TOKENS_TOGETHER, BLOCK_STEP = 16_384, 4
+TOKENS_ON_CORES, STEP_ON_CORES = 512, 2
 NOWHERE = 2**30  # a page that is in no pool: what is written there is dropped
 FRESH = get_policy("irminsul", shifted="refuse")
 
@@ -152,7 +152,7 @@ def computed(
     requests = [gathered(*pair, steps) for pair in zip(admissions, asked, strict=True)]
     kept = max(len(each.kept) for each in asked)
     kept = few_sizes(kept, 16) if kept else 0
-    at_once = TOKENS_TOGETHER.get(jax.default_backend(), TOKENS_TOGETHER_ELSEWHERE)
+    at_once = TOKENS_ON_CORES if on_cores() else TOKENS_TOGETHER
     longest = min(few_sizes(max(one.longest for one in requests), SMALLEST_PROMPT), requests[0].capacity)
     by_size: dict[tuple[int, int], list[int]] = {}
     for index, request in enumerate(requests):
@@ -308,6 +308,11 @@ def _only(admission: Admission) -> Asked:
     return Asked(plan.content.tokens, nothing, nothing)
 
 
+def on_cores() -> bool:
+    """Whether there is no accelerator."""
+    return jax.default_backend() == "cpu"
+
+
 def few_sizes(count: int, smallest: int, step: int = 2) -> int:
     """The least power of ``step`` times ``smallest`` that holds ``count``: few sizes, few programs."""
     size = smallest
@@ -340,7 +345,8 @@ class Gathered:
     @property
     def size(self) -> tuple[int, int]:
         """Tokens and pages it is padded to."""
-        tokens = min(few_sizes(len(self.by_token["tokens"]), SMALLEST_BLOCK, BLOCK_STEP), self.capacity)
+        step = STEP_ON_CORES if on_cores() else BLOCK_STEP
+        tokens = min(few_sizes(len(self.by_token["tokens"]), SMALLEST_BLOCK, step), self.capacity)
         return tokens, few_sizes(len(self.pages), SMALLEST_POOL)
 
 

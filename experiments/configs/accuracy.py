@@ -13,7 +13,8 @@ def get_config() -> ConfigDict:
             "tasks": "needle,many_needles,two_hops,three_hops,left_context,copy,text",
             "policies": "full,exact,prefix,naive,irminsul,irminsul-no-carve-out,isolated,epic:8,epic:16,epic:32,"
             "epic:64,cacheblend:0.05,cacheblend:0.15,cacheblend:0.3,"
-            "irminsul+repair:0.05,irminsul+repair:0.1,irminsul+repair:0.15,oracle:0.05,oracle:0.15",
+            "irminsul+repair:0.05,irminsul+repair:0.1,irminsul+repair:0.15,irminsul+question:0.05,"
+            "irminsul+question:0.15,oracle:0.05,oracle:0.15",
             "samples": 64,  # items a task
             "length": 4096,  # tokens of a prompt, answers included
             "questions": 4,  # asked of an item at most
