@@ -35,7 +35,7 @@ from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from pallas_kernels.page_table import Storage
 
 SMALLEST_BLOCK = 128  # tokens of a block: 128, 512, 2,048 ..., on cores, where padding costs more, 256 and 1,024, too
-SMALLEST_PROMPT = 512  # positions of a prompt and what is forced behind it: 512, 1,024 ...
+SMALLEST_PROMPT = 512  # positions of a prompt and what is forced behind it: 512, 1,024 ..., on cores any 256
 SMALLEST_POOL = 32  # pages a prompt reads and writes: 32, 64 ...
 # Of the prompts that one program computes side by side, padding included. Cores are busy with few tokens.
 MOST_TOGETHER, PAGES_TOGETHER, SCORES_TOGETHER = 32, 768, 2**25
@@ -153,7 +153,9 @@ def computed(
     kept = max(len(each.kept) for each in asked)
     kept = few_sizes(kept, 16) if kept else 0
     at_once = TOKENS_ON_CORES if on_cores() else TOKENS_TOGETHER
-    longest = min(few_sizes(max(one.longest for one in requests), SMALLEST_PROMPT), requests[0].capacity)
+    longest = max(one.longest for one in requests)
+    longest = -(-longest // 256) * 256 if on_cores() else few_sizes(longest, SMALLEST_PROMPT)
+    longest = min(longest, requests[0].capacity)
     by_size: dict[tuple[int, int], list[int]] = {}
     for index, request in enumerate(requests):
         by_size.setdefault(request.size, []).append(index)
