@@ -29,8 +29,8 @@ def describe(config: ConfigDict, rows: list[Row], notes: list[str], out: Path) -
     summary = summarise(by_name, config.main)
     gap = summary["exact_match_mla"] - summary["exact_match_original"]
     title = (
-        f"{config.base} as MLA ({config.main}): perplexity {summary['perplexity_ratio'] - 1:+.1%} over the lossless "
-        f"form, exact match {100 * gap:+.1f} points"
+        f"{config.base} as MLA ({config.main}): perplexity {summary['perplexity_ratio'] - 1:+z.1%} over the lossless "
+        f"form, exact match {100 * gap:+z.1f} points"
     )
     convert_plot.plot(by_name, config.main, title, out / "convert.png")
     return {
@@ -108,7 +108,7 @@ def _perplexity(row: Row, lossless: Row) -> str:
     if not row.get("surprises") or not lossless.get("surprises"):
         return "-"
     middle, low, high = (100 * (value - 1) for value in perplexity_ratio(row, lossless))
-    return f"{row['perplexity']:.2f}, {middle:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    return f"{row['perplexity']:.2f}, {middle:+z.1f} % [{low:+z.1f}, {high:+z.1f}]"
 
 
 def _answers(row: Row | None, original: Row) -> str:
@@ -116,7 +116,7 @@ def _answers(row: Row | None, original: Row) -> str:
         return "-"
     gap, low, high = (100 * value for value in mean_interval(np.subtract(row["exact"], original["exact"])))
     exact, f1 = 100 * np.mean(row["exact"]), 100 * np.mean(row["f1"])
-    return f"{exact:.1f} / {f1:.1f}, {gap:+.1f} [{low:+.1f}, {high:+.1f}], n = {len(row['exact'])}"
+    return f"{exact:.1f} / {f1:.1f}, {gap:+z.1f} [{low:+z.1f}, {high:+z.1f}], n = {len(row['exact'])}"
 
 
 def shift_table(by_name: dict[str, dict[str, Row]], shift: int) -> str:
