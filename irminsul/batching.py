@@ -142,11 +142,11 @@ class Batcher:
             raise ValueError(f"segment={segment} must be at most prefill_tokens={prefill_tokens}")
         check_rotation(model, config)
         below = open_store(store, model, config)
-        batch = cls(
-            model, new_cache(config, model.row_format), policy, mode, [None] * slots, prefill_tokens, keep_logits, below
-        )
-        batch.together, batch.segment = together, segment
-        return batch
+        cache = new_cache(config, model.row_format)
+        return cls(
+            model, cache, policy, mode, [None] * slots, prefill_tokens, keep_logits, below,
+            together=together, segment=segment,
+        )  # fmt: skip
 
     def submit(
         self,

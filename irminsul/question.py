@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Int32
 from irminsul.cache import ContentCache
 from irminsul.plan import ReusePlan
 from irminsul.pool import LatentPool
+from irminsul.shifted_rows import rows_of_pieces
 from pallas_kernels.page_table import Storage
 from pallas_kernels.rotary import RotaryTable, rotate
 
@@ -36,7 +37,7 @@ def question_attention(
     the reused rows in front of it, whose keys are turned to where they stand; rows that are yet to be computed it does
     not see. Rows that are part of it get 0.
     """
-    page, row, place, at = _reused_rows(cache, plan)
+    page, row, place, at, _ = rows_of_pieces(cache.tree, [piece for span in plan.spans for piece in span.pieces])
     length = plan.length
     begin = max(0, length - int(np.clip(length - 1 - at.max(initial=-1), FEWEST, MOST)))
     seen = at < begin
@@ -52,16 +53,6 @@ def question_attention(
     by_position = np.zeros(length, np.float32)
     by_position[at[seen]] = given[: seen.sum()] / (length - begin)
     return by_position[position]
-
-
-def _reused_rows(cache: ContentCache, plan: ReusePlan) -> tuple[np.ndarray, ...]:
-    """Page, row, the position it was computed at, and where it stands, of every reused row, exact or shifted."""
-    pieces = [piece for span in plan.spans for piece in span.pieces]
-    page, row_begin, row_end, position = np.array(pieces, np.int32).reshape(-1, 4).T
-    counts = row_end - row_begin
-    within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-    page, row = np.repeat(page, counts), np.repeat(row_begin, counts) + within
-    return page, row, cache.tree.base_position[page] + row, np.repeat(position, counts) + within
 
 
 @struct.dataclass

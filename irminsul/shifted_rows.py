@@ -1,6 +1,7 @@
 """The rows a plan serves at other positions, or behind another context, than they were computed, token by token."""
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -38,20 +39,22 @@ def shifted_rows(tree: PageTree, plan: ReusePlan) -> ShiftedRows:
     pieces = [piece for span in plan.spans if not span.exact for piece in span.pieces]
     if not pieces:
         return ShiftedRows(*(np.zeros(0, np.int32) for _ in range(5)))
-    page, row_begin, row_end, position = np.array(pieces, np.int32).T
+    page, row, place, position, piece = rows_of_pieces(tree, pieces)
     goes_on = np.array([False, *(_goes_on(tree, *pair) for pair in pairwise(pieces))])
-    run_begin = position[np.maximum.accumulate(np.where(goes_on, 0, np.arange(len(pieces))))]
+    begin = np.array([each.position for each in pieces], np.int32)
+    run_begin = begin[np.maximum.accumulate(np.where(goes_on, 0, np.arange(len(pieces))))]
+    return ShiftedRows(position, page, row, place, offset=position - run_begin[piece])
+
+
+def rows_of_pieces(tree: PageTree, pieces: Sequence[Piece]) -> tuple[Int32[np.ndarray, " n"], ...]:
+    """``page``, ``row``, ``place`` and ``position`` (as ``ShiftedRows``) of every row of ``pieces``, and the number of
+    its piece."""
+    page, row_begin, row_end, position = np.array(pieces, np.int32).reshape(-1, 4).T
     counts = row_end - row_begin
-    within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
-    at = np.repeat(position, counts) + within
-    row = np.repeat(row_begin, counts) + within
-    return ShiftedRows(
-        position=at.astype(np.int32),
-        page=np.repeat(page, counts),
-        row=row.astype(np.int32),
-        place=(np.repeat(tree.base_position[page], counts) + row).astype(np.int32),
-        offset=(at - np.repeat(run_begin, counts)).astype(np.int32),
-    )
+    piece = np.repeat(np.arange(len(pieces), dtype=np.int32), counts)
+    within = np.arange(len(piece), dtype=np.int32) - (np.cumsum(counts, dtype=np.int32) - counts)[piece]
+    page, row = page[piece], row_begin[piece] + within
+    return page, row, tree.base_position[page] + row, position[piece] + within, piece
 
 
 def _goes_on(tree: PageTree, left: Piece, right: Piece) -> bool:
