@@ -26,13 +26,13 @@ from pallas_kernels.attention_reach import Distances
 from pallas_kernels.packed_rows import NEVER, PackedRows, rows_of_table
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
+from pallas_kernels.rotated_latent_attention.hopper_splits import MULTIPROCESSORS
 
 # Rows projected up at a time: a part costs about 70 us besides its work, and one that is mostly padding wastes it.
 ROWS_AT_ONCE = 16384
 MAX_PROJECTED_BYTES = 2**30
 TILE_QUERIES, BLOCK_ROWS, STAGES = 128, 128, 2
 COMPUTE_WARPGROUPS = 2
-PROCESSORS = 132  # of an H100 or H200
 # Rows whose weights are added up together where reach is measured, and what may be kept of them at a time.
 GROUP_ROWS, MAX_MASS_BYTES = 16, 2**28
 LOG2E = math.log2(math.e)
@@ -291,14 +291,14 @@ def launch_order(tiles: int, requests: int, heads: int) -> Int[np.ndarray, " P"]
     longest = ((request * tiles + tile) * heads + head).reshape(-1).astype(np.int32)
     if requests > 1:
         return longest
-    second = longest[PROCESSORS : 2 * PROCESSORS]
-    dealt = np.concatenate([longest[:PROCESSORS], second[::2], second[1::2], longest[2 * PROCESSORS :]])
+    second = longest[MULTIPROCESSORS : 2 * MULTIPROCESSORS]
+    dealt = np.concatenate([longest[:MULTIPROCESSORS], second[::2], second[1::2], longest[2 * MULTIPROCESSORS :]])
     return min(longest, dealt, key=lambda order: _end_of(order // heads % tiles + 1))
 
 
 def _end_of(steps: Int[np.ndarray, " P"]) -> int:
     """When the last of programs ends that begin, in order, wherever a processor is free."""
-    busy = [0] * PROCESSORS
+    busy = [0] * MULTIPROCESSORS
     for own in steps.tolist():
         heapq.heapreplace(busy, busy[0] + own)
     return max(busy)
