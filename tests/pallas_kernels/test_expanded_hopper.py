@@ -77,16 +77,17 @@ def test_interpreted_kernel_against_the_reference(capfd):
     assert not np.any(out[~seen])
 
 
-def test_requests_in_one_launch_get_what_each_gets_alone(capfd):
-    """Other rows at the same positions, other lengths, two tiles of each, padding queries; NaN in rows nobody owns."""
+def assert_one_launch_serves_two_requests(*, heads, key_width, latent_width, lse_tolerance, **settings):
+    """Other rows at the same positions, other lengths, two tiles of each, padding queries; NaN in rows nobody owns.
+    Returns the kernel over both requests and its arguments. Shared with the tests on a GPU."""
     queries = (131, 131)
     case = random_problem(
-        5, rows=(300, 150), queries=queries, heads=HEADS, latent_width=LATENT, rope_width=ROPE, page_size=64,
+        5, rows=(300, 150), queries=queries, heads=heads, latent_width=latent_width, rope_width=ROPE, page_size=64,
         num_pages=61, dtype="bfloat16",
     )  # fmt: skip
     position = case.query_position.copy()
     position[[7, 131, *range(250, 262)]] = -1
-    inputs = arguments(replace(case, query_position=position))
+    inputs = arguments(replace(case, query_position=position), key_width)
     table = inputs[6]
     each = [jax.tree.map(lambda field, one=one: field[one : one + 1], table) for one in range(len(queries))]
     cut = [slice(131 * one, 131 * (one + 1)) for one in range(len(queries))]
@@ -95,17 +96,26 @@ def test_requests_in_one_launch_get_what_each_gets_alone(capfd):
         for own, part in zip(each, cut, strict=True)
     ]
     packed = jax.tree.map(lambda *parts: jnp.stack(parts), *rows)
-    settings = {"scale": case.scale, "rows_at_once": 1024}
-    attend = partial(expanded_hopper.expanded_latent_attention, packed=packed, interpret=True, **settings)
-    out, lse = jax.block_until_ready(jax.jit(attend)(*inputs))
-    assert "RACE" not in capfd.readouterr().out
+    attend = partial(expanded_hopper.expanded_latent_attention, packed=packed, scale=case.scale, **settings)
+    out, lse = (np.asarray(x, np.float64) for x in jax.block_until_ready(jax.jit(attend)(*inputs)))
     for own, part in zip(each, cut, strict=True):
-        alone = [x[part] for x in inputs[:3]], inputs[3:6], inputs[7:]
-        expected, expected_lse = expanded_latent_attention(*alone[0], *alone[1], own, *alone[2], scale=case.scale)
-        assert_close(np.asarray(out[part], np.float64), np.asarray(expected, np.float64), "bfloat16")
+        alone = (*(x[part] for x in inputs[:3]), *inputs[3:6], own, *inputs[7:])
+        expected, expected_lse = (
+            np.asarray(x, np.float64) for x in expanded_latent_attention(*alone, scale=case.scale)
+        )
+        assert np.linalg.norm(out[part] - expected) < 5e-3 * np.linalg.norm(expected)
         seen = np.isfinite(expected_lse)
         assert np.array_equal(seen, np.isfinite(lse[part]))
-        assert_close(np.asarray(lse[part])[seen], np.asarray(expected_lse)[seen], atol=2e-3)
+        assert_close(lse[part][seen], expected_lse[seen], atol=lse_tolerance)
+    assert not np.any(out[position < 0])
+    return attend, inputs
+
+
+def test_requests_in_one_launch_get_what_each_gets_alone(capfd):
+    attend, inputs = assert_one_launch_serves_two_requests(
+        heads=HEADS, key_width=KEY, latent_width=LATENT, lse_tolerance=2e-3, rows_at_once=1024, interpret=True
+    )
+    assert "RACE" not in capfd.readouterr().out
     with pytest.raises(NotImplementedError, match=r"distances=\(32,\) are measured for one request, .* of 2"):
         attend(*inputs, distances=(32,))
 

@@ -24,6 +24,7 @@ from pallas_kernels.rotated_latent_attention import expanded, expanded_hopper, h
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, hopper_available
 from tests.pallas_kernels.latent_attention_cases import LatentAttentionCases
 from tests.pallas_kernels.latent_oracle import random_problem, rotate64
+from tests.pallas_kernels.test_expanded_hopper import assert_one_launch_serves_two_requests
 from tests.tolerances import assert_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not hopper_available(), reason="needs an NVIDIA Hopper GPU")]
@@ -133,6 +134,10 @@ def test_expanded(queries, key_width, value_width):
     out, expected_out, expected_lse = (np.asarray(x, np.float64) for x in (out, *expected[:2]))
     assert np.linalg.norm(out - expected_out) < 5e-3 * np.linalg.norm(expected_out)
     assert_close(lse, expected_lse, atol=5e-3)
+
+
+def test_expanded_of_several_requests_in_one_launch():
+    assert_one_launch_serves_two_requests(heads=16, key_width=128, latent_width=512, lse_tolerance=5e-3)
 
 
 @pytest.mark.parametrize(("width", "heads", "interleaved"), [(64, 1, True), (128, 8, False)])
