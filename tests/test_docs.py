@@ -76,7 +76,7 @@ def test_commands_and_flags_on_pages_exist(path):
 
 def test_the_command_reference_is_what_is_printed():
     page = runpy.run_path(str(ROOT / "tools" / "write_command_reference.py"))
-    assert page["PAGE"].read_text() == page["text"](), "run python tools/write_command_reference.py"
+    assert page["PAGE"].read_text() == page["text"](), "run python -m tools.write_command_reference"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,7 +1,7 @@
 """Writes docs/reference/command-line.md: the help of every command, as it is printed.
 
-python tools/write_command_reference.py            write it
-python tools/write_command_reference.py --check    fail when the page and the commands differ
+python -m tools.write_command_reference            write it
+python -m tools.write_command_reference --check    fail when the page and the commands differ
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main() -> int:
     if parser.parse_args().check:
         if PAGE.read_text() != text():
             print(
-                f"{PAGE.name} differs from the commands; run python tools/write_command_reference.py", file=sys.stderr
+                f"{PAGE.name} differs from the commands; run python -m tools.write_command_reference", file=sys.stderr
             )
             return 1
         return 0
