@@ -44,8 +44,9 @@ def build(values: flags.FlagValues) -> Any:
             num_pages=pages, max_prompt_tokens=longest, max_new_tokens=values.answer_tokens, dtype=values.row_dtype
         )
         batcher = Batcher.create(
-            served.model, config, values.policy, values.mode, slots=values.slots, store=values.store or None
-        )
+            served.model, config, values.policy, values.mode, slots=values.slots, store=values.store or None,
+            together=values.together, segment=values.segment,
+        )  # fmt: skip
     except (ValueError, RotationError, StoreLockedError) as error:
         raise InputError(str(error)) from error
     return create_app(Endpoint(served, ServingLoop(batcher), config, tenants, Metrics(), values.most_waiting))
@@ -90,6 +91,10 @@ def _flags() -> flags.FlagValues:
     keys = "file of lines NAME KEY; without one every key is let in, as a tenant of its own"
     flags.DEFINE_string("api_keys", "", keys, flag_values=values)
     flags.DEFINE_integer("slots", 8, "answers generated at once", lower_bound=1, flag_values=values)
+    together = "prompts in line that share a block where each leaves few tokens to compute: worth it on a GPU"
+    flags.DEFINE_integer("together", 1, together, lower_bound=1, flag_values=values)
+    segment = "most tokens that such a prompt leaves, with --together"
+    flags.DEFINE_integer("segment", 512, segment, lower_bound=1, flag_values=values)
     flags.DEFINE_integer("pages", 0, "of the cache, 64 rows each; 0: what the slots can need", flag_values=values)
     flags.DEFINE_integer("prompt_tokens", 4096, "longest prompt", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("answer_tokens", 512, "longest answer", lower_bound=1, flag_values=values)

@@ -51,7 +51,7 @@ from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from irminsul.store import Store
 from irminsul.ticket import Ticket, sampling_of
 from irminsul.tiers import end_request, forget_everywhere, open_store
-from irminsul.together import fits, pack_together, run_together
+from irminsul.together import check_sharing, fits, pack_together, run_together
 from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
 
 READ_AHEAD = 4  # requests in line for which a store reads
@@ -121,7 +121,8 @@ class Batcher:
 
         Raises:
           ValueError: for an unknown policy or mode, no slot, pieces that are not whole blocks, a store of another cache
-            format, or prompts that share blocks in deterministic mode, over a mesh or by segments beyond a piece.
+            format, blocks of no prompt or segments of no token, or prompts that share blocks in deterministic mode,
+            over a mesh or by segments beyond a piece.
           RotationError: if the model's keys cannot be moved by its rotary table.
           StoreLockedError: if another process writes the store.
         """
@@ -131,8 +132,9 @@ class Batcher:
         prefill_tokens = prefill_tokens or largest
         if slots < 1:
             raise ValueError(f"slots={slots} must be at least 1")
-        if prefill_tokens % largest:
+        if prefill_tokens < 1 or prefill_tokens % largest:
             raise ValueError(f"prefill_tokens={prefill_tokens} must be a multiple of {largest}, the largest block")
+        check_sharing(together, segment, "together")
         if together > 1 and (mode == "deterministic" or split_axes(SEQUENCE, TENSOR)):
             raise ValueError(
                 f"together={together} computes prompts in one block, whose bits depend on neighbours and which reads "

@@ -24,7 +24,7 @@ from irminsul.cache import ContentCache
 from irminsul.compute import PackedBatch, PrefillBatch, empty_flat
 from irminsul.policies import Policy
 from irminsul.pool import LatentPool, copy_pages
-from irminsul.prefill import Admission, Request, pack_batch, propose, settle, start_computing
+from irminsul.prefill import Admission, Request, kept_if_finite, pack_batch, propose, settle, start_computing
 from irminsul.shared_layout import with_shared_layout
 from irminsul.view import PagedView
 from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
@@ -46,11 +46,13 @@ def prefill_together(
 
     ``count`` neighbours that leave at most ``segment`` tokens to compute share a block, the others have blocks of their
     own. Arguments and errors are otherwise those of ``prefill``; an error of a later prompt leaves those before it
-    admitted.
+    admitted. A request whose logits are not finite keeps no rows, as in ``prefill``.
 
     Raises:
+      ValueError: for ``count`` or ``segment`` below 1.
       NotImplementedError: where the pool is split over a mesh.
     """
+    check_sharing(count, segment, "count")
     if split_axes(SEQUENCE, TENSOR):
         raise NotImplementedError(
             "prefill_together: a block of several prompts reads one device's pool, and this one is split over the mesh "
@@ -84,7 +86,16 @@ def prefill_together(
         alone, _, proposal = start_computing(model, proposal)
         logits.append(alone)
         cache = settle(proposal).cache
-    return logits, compute(cache), requests
+    cache = compute(cache)
+    # Behind the last block, so that none waits for the host.
+    return logits, cache, [kept_if_finite(*pair) for pair in zip(requests, logits, strict=True)]
+
+
+def check_sharing(count: int, segment: int, name: str) -> None:
+    """Raises ``ValueError`` for blocks of no prompt or no token; ``name`` is what the caller calls ``count``."""
+    for field, value in ((name, count), ("segment", segment)):
+        if value < 1:
+            raise ValueError(f"{field}={value} must be at least 1")
 
 
 def fits(admission: Any, segment: int) -> bool:

@@ -48,6 +48,11 @@ def test_help_has_examples_of_the_flags_there_are(name, capsys):
         (["run", "rotation", "--config.speed=9"], "config.speed is no setting of study rotation; name one of"),
         (["models", "plan", "deepseek-v3", "--row_dtype=int4"], "one of <float32|bfloat16|float16|float8_e4m3fn|int8>"),
         (["serve", "--dtype=bf16"], "one of <float32|bfloat16|float16>"),
+        (["serve", "--together=0"], "together=0"),
+        (
+            ["serve", "--port=0", "--model=irminsul-mini-mla", "--mode=deterministic", "--together=2"],
+            "together=2 computes prompts in one block",
+        ),
         (["run", "rotation", "--speed=9"], "Unknown command line flag 'speed'"),
         (["inspect", "one.txt"], "A B is expected"),
         (["inspect", "one.txt", "two.txt"], "one.txt: cannot be read"),

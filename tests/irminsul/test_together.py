@@ -1,5 +1,7 @@
 """Several prompts in one block: what each would get alone."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -48,6 +50,14 @@ def test_prompts_of_one_block_get_what_they_get_alone(name, model):
     assert alone[2][1]["exact"] == 50 > requests[2].plan.bins["exact"]
     assert all(any(page.copied_rows for page in request.fresh) for request in requests[4:])
     assert not cache.in_flight.any()
+    exact, again = [], random_tokens(8, 90)
+    for weights in (jax.tree.map(lambda x: x * jnp.nan, subject), subject, subject):
+        (last,), cache, (request,) = together.prefill_together(
+            weights, cache, [again], count=3, segment=101, mode="deterministic"
+        )
+        cache = complete(cache, request)
+        exact.append((request.plan.bins["exact"], bool(np.isfinite(last).all())))
+    assert exact == [(0, False), (0, True), (89, True)]  # rows that went wrong are kept by nobody
 
 
 def test_a_batch_serves_short_prompts_in_one_block(model):
@@ -89,6 +99,12 @@ def test_a_batch_whose_prompts_cannot_share_blocks_is_refused(model):
         Batcher.create(model, CONFIG, mode="deterministic", together=2)
     with pytest.raises(ValueError, match="segment=2048 must be at most prefill_tokens=1024"):
         Batcher.create(model, CONFIG, together=2, segment=2048)
+    for field in ({"together": 0}, {"segment": -1}, {"prefill_tokens": -1024}):
+        ((name, value),) = field.items()
+        with pytest.raises(ValueError, match=f"{name}={value} must be"):
+            Batcher.create(model, CONFIG, **field)
+    with pytest.raises(ValueError, match="count=0 must be at least 1"):
+        together.prefill_together(model, new_cache(CONFIG, model.row_format), [], count=0)
 
 
 def test_a_pool_over_several_devices_is_refused(monkeypatch, model):
