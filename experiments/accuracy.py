@@ -193,7 +193,7 @@ class Server:
         self.asked = [item.asked for item in items]
         self.steps = config.new_tokens if items[0].wanted else 0
         self.caches: dict[bool, list[ContentCache]] = {}
-        self.deviations: dict[Callable[..., Any], list[Float[np.ndarray, " T"]]] = {}
+        self.deviations: dict[tuple[Callable[..., Any], int], list[Float[np.ndarray, " T"]]] = {}
 
     def rows(self, lanes: Sequence[Lane], count: int) -> list[dict[str, Any]]:
         """A row a policy for each of the first ``count`` items. The first lane is the reference."""
@@ -236,9 +236,10 @@ class Server:
         blind = dataclasses.replace(policy, repair="none")
         admissions = admitted(self.model, caches, self.asked, blind, mode=mode, steps=self.steps)
         measure = true_deviations if each.oracle else second_layer_deviations
-        if measure not in self.deviations:
-            self.deviations[measure] = measure(self.model, caches, self.asked, mode=mode)
-        chosen = [worst_tokens(one, each.oracle or policy.repair_fraction) for one in self.deviations[measure]]
+        key = measure, policy.sink_tokens
+        if key not in self.deviations:
+            self.deviations[key] = measure(self.model, caches, self.asked, blind, mode=mode)
+        chosen = [worst_tokens(one, each.oracle or policy.repair_fraction) for one in self.deviations[key]]
         return [with_repaired(*pair) for pair in zip(admissions, chosen, strict=True)]
 
     def cached(self, each: Lane) -> list[ContentCache]:

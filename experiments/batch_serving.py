@@ -34,13 +34,13 @@ from irminsul.repair import privatise
 from irminsul.sources import canonical_sink, isolated_key, isolated_path
 from pallas_kernels.page_table import Storage
 
-SMALLEST_BLOCK = 128  # tokens of a block: 128, 512, 2,048 ..., on cores, where padding costs more, 256 and 1,024, too
+SMALLEST_BLOCK = 128  # tokens of a block: 128, 256, 512 ...
 SMALLEST_PROMPT = 512  # positions of a prompt and what is forced behind it: 512, 1,024 ..., on cores any 256
 SMALLEST_POOL = 32  # pages a prompt reads and writes: 32, 64 ...
 # Of the prompts that one program computes side by side, padding included. Cores are busy with few tokens.
-MOST_TOGETHER, PAGES_TOGETHER, SCORES_TOGETHER = 32, 768, 2**25
-TOKENS_TOGETHER, BLOCK_STEP = 16_384, 4
-TOKENS_ON_CORES, STEP_ON_CORES = 512, 2
+# An accelerator holds the pages of the prompts some five times over while they are computed and continued.
+MOST_TOGETHER, PAGES_TOGETHER, SCORES_TOGETHER = 32, 512, 2**25
+TOKENS_TOGETHER, TOKENS_ON_CORES = 16_384, 512
 NOWHERE = 2**30  # a page that is in no pool: what is written there is dropped
 FRESH = get_policy("irminsul", shifted="refuse")
 
@@ -315,11 +315,11 @@ def on_cores() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def few_sizes(count: int, smallest: int, step: int = 2) -> int:
-    """The least power of ``step`` times ``smallest`` that holds ``count``: few sizes, few programs."""
+def few_sizes(count: int, smallest: int) -> int:
+    """The least power of two times ``smallest`` that holds ``count``: few sizes, few programs."""
     size = smallest
     while size < count:
-        size *= step
+        size *= 2
     return size
 
 
@@ -347,8 +347,7 @@ class Gathered:
     @property
     def size(self) -> tuple[int, int]:
         """Tokens and pages it is padded to."""
-        step = STEP_ON_CORES if on_cores() else BLOCK_STEP
-        tokens = min(few_sizes(len(self.by_token["tokens"]), SMALLEST_BLOCK, step), self.capacity)
+        tokens = min(few_sizes(len(self.by_token["tokens"]), SMALLEST_BLOCK), self.capacity)
         return tokens, few_sizes(len(self.pages), SMALLEST_POOL)
 
 

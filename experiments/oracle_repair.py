@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from experiments.batch_serving import Asked, admitted, computed
 from irminsul.blocks import Mode
 from irminsul.cache import ContentCache
-from irminsul.policies import get_policy
+from irminsul.policies import Policy, get_policy
 from irminsul.pool import LatentPool
 from irminsul.shifted_rows import shifted_rows
 from pallas_kernels.page_table import Storage
@@ -25,33 +25,38 @@ from pallas_kernels.rotary import rotate
 
 
 def true_deviations(
-    model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], *, mode: Mode = "fast"
+    model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], policy: Policy, *, mode: Mode = "fast"
 ) -> list[Float[np.ndarray, " T"]]:
-    """By prompt and token: how far the row that ``irminsul`` would serve is from the one full prefill makes.
+    """By prompt and token: how far the row that ``policy``, which repairs none, serves is from that of full prefill.
 
     Squared distance relative to the mean square of the layer's rows, latents and turned keys, summed over layers; 0 for
     tokens that are not served shifted.
     """
-    return _deviations(model, model, caches, asked, range(model.row_format.num_layers), mode)
+    return _deviations(model, model, caches, asked, policy, range(model.row_format.num_layers), mode)
 
 
 def second_layer_deviations(
-    model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], *, mode: Mode = "fast"
+    model: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], policy: Policy, *, mode: Mode = "fast"
 ) -> list[Float[np.ndarray, " T"]]:
     """``irminsul.deviation.second_layer_deviation`` of many prompts, by token."""
     first = model.first_layers(2)
-    return _deviations(
-        model, first, caches, asked, range(first.row_format.num_layers - 1, first.row_format.num_layers), mode
-    )
+    count = first.row_format.num_layers
+    return _deviations(model, first, caches, asked, policy, range(count - 1, count), mode)
 
 
 def _deviations(
-    model: Any, first: Any, caches: Sequence[ContentCache], asked: Sequence[Asked], layers: range, mode: Mode
+    model: Any,
+    first: Any,
+    caches: Sequence[ContentCache],
+    asked: Sequence[Asked],
+    policy: Policy,
+    layers: range,
+    mode: Mode,
 ) -> list[Float[np.ndarray, " T"]]:
     """Deviation by prompt and token, summed over ``layers``; relative to a layer's rows where there are several.
     ``first`` is as much of the model as computes them."""
     full = admitted(model, caches, asked, get_policy("full"), mode=mode)
-    plans = [each.request.plan for each in admitted(model, caches, asked, get_policy("irminsul"), mode=mode)]
+    plans = [each.request.plan for each in admitted(model, caches, asked, policy, mode=mode)]
     found = [np.zeros(plan.length, np.float32) for plan in plans]
     for group in computed(first, full, asked, dependence=False):
         for place, index in enumerate(group.indexes):

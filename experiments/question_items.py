@@ -1,7 +1,11 @@
-"""Questions over passages, for the accuracy study: each passage was cached in an earlier request, behind another one.
+"""Questions over passages, for the accuracy study: each passage was cached in an earlier request, behind another one
+or alone.
 
 =============  =======================================================================================================
-nq             Natural Questions, the gold passage among distractors from an encyclopedia
+nq             Natural Questions, the gold passage among four distractors from an encyclopedia
+nq_one         the same behind one distractor, which leaves a small model more right answers to lose
+nq_one_alone   the prompts of ``nq_one``, each passage cached alone, from position 0 on
+nq_one_sink    the prompts of ``nq_one``, each passage cached behind the canonical sink alone (``irminsul.sources``)
 hotpotqa       HotpotQA, gold passages among three distractors
 musique        MuSiQue, gold passages among three distractors
 musique_rag    MuSiQue over ten passages of about 512 tokens, as CacheBlend uses it
@@ -12,11 +16,11 @@ gov_report     the last tokens of a government report behind those before them, 
 A file of JSON lines, by path, is a task, too: lines as LongBench has them (``context``, ``input``, ``answers``) or as
 RULER has them (``input``, ``outputs``). Answers of RULER may stand anywhere in what is generated.
 
-Every prompt begins with the same three examples, which every earlier request began with, too: they are an exact prefix.
+Every prompt begins with the same three examples, which earlier requests began with, too: they are an exact prefix.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +31,11 @@ from experiments.errors import InputError
 from experiments.passage_questions import EXAMPLES, REPORTS, WIKI
 from experiments.reuse_items import CONTINUATION, Item
 from experiments.subjects import Subject
+from irminsul.policies import get_policy
+from irminsul.sources import canonical_sink
 
-TASKS = ("nq", "hotpotqa", "musique", "musique_rag", "key_value", "gov_report")
+CACHED_ALONE = ("nq_one_alone", "nq_one_sink")
+TASKS = ("nq", "nq_one", *CACHED_ALONE, "hotpotqa", "musique", "musique_rag", "key_value", "gov_report")
 LINES = (".jsonl", ".jsonl.gz")
 MUSIQUE_RAG = "musique_rag_10x512tok_cacheblend_50.jsonl.gz"
 KEY_VALUE = "kv_retrieval_75keys_30.jsonl.gz"
@@ -62,9 +69,10 @@ def _asked(task: str, folder: Path) -> list[Passages]:
         path = Path(task)
         return [_of_line(row, path) for row in passage_questions.read(path.parent, path.name)]
     read: dict[str, Callable[[Path], list[Passages]]] = {
-        "nq": _nq, "musique_rag": _musique_rag, "key_value": _key_value,
+        "nq": partial(_nq, distractors=NQ_DISTRACTORS), "musique_rag": _musique_rag, "key_value": _key_value,
         "hotpotqa": lambda folder: _with_distractors(folder, "hotpotqa"),
         "musique": lambda folder: _with_distractors(folder, "musique"),
+        **dict.fromkeys(("nq_one", *CACHED_ALONE), partial(_nq, distractors=1)),
     }  # fmt: skip
     return read[task](folder)
 
@@ -81,14 +89,15 @@ def _wiki(folder: Path) -> list[str]:
     return [_shown(row["title"], row["text"]) for row in passage_questions.read(folder, WIKI)]
 
 
-def _nq(folder: Path) -> list[Passages]:
+def _nq(folder: Path, distractors: int) -> list[Passages]:
+    """The gold passage somewhere among distractors, or behind one."""
     wiki = [text for text in _wiki(folder) if len(text.split()) > 60]
     found: list[Passages] = []
     for index, row in enumerate(passage_questions.read(folder, passage_questions.FILES["nq"])):
         rng = np.random.default_rng([41, index])
-        passages = [wiki[at] for at in rng.permutation(len(wiki))[:NQ_DISTRACTORS]]
+        passages = [wiki[at] for at in rng.permutation(len(wiki))[:distractors]]
         gold = "".join(_shown(passage["title"], passage["text"]) for passage in row["gold"])
-        passages.insert(int(rng.integers(NQ_DISTRACTORS + 1)), gold)
+        passages.insert(int(rng.integers(distractors + 1)) if distractors > 1 else 1, gold)
         found.append((passages, _question(row["question"]), tuple(row["answers"]), False))
     return found
 
@@ -154,17 +163,22 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _item(task: str, asked: list[Passages], index: int, chosen: Subject, folder: Path, seed: int) -> Item:
-    """Each passage behind the examples and a passage of another question."""
+    """Each passage was cached behind the examples and a passage of another question, or alone."""
     passages, question, wanted, contained = asked[index]
     rng = np.random.default_rng([seed, index])
     beginning = _begin(chosen)
     chunks = tuple(chosen.encode(text) for text in passages)
-    others = [asked[at][0] for at in rng.permutation(len(asked)) if at != index] or [passages[::-1]]
-    contexts = []
-    for chunk_index in range(len(chunks)):
-        other = others[chunk_index % len(others)]
-        before = chosen.encode(other[int(rng.integers(len(other)))])
-        contexts.append(np.concatenate([beginning, before[:LAST_BEFORE]]))
+    if task in CACHED_ALONE:
+        earlier = (beginning, *chunks)
+        contexts = [_nothing(chosen, task == "nq_one_sink" and at > 0) for at in range(len(earlier))]
+    else:
+        earlier = chunks
+        others = [asked[at][0] for at in rng.permutation(len(asked)) if at != index] or [passages[::-1]]
+        contexts = []
+        for chunk_index in range(len(chunks)):
+            other = others[chunk_index % len(others)]
+            before = chosen.encode(other[int(rng.integers(len(other)))])
+            contexts.append(np.concatenate([beginning, before[:LAST_BEFORE]]))
     ending = chosen.encode(question)
     answer = chosen.encode(f" {wanted[0]}\n")
     prompt = np.concatenate([beginning, *chunks, ending, answer]).astype(np.int32)
@@ -173,11 +187,16 @@ def _item(task: str, asked: list[Passages], index: int, chosen: Subject, folder:
     if task == "key_value":
         wanted = ()  # there is one wording of the answer: whether greedy decoding gives it is known without decoding
     return Item(
-        name, index, chunks, tuple(contexts), prompt, (span,), by_token=False, wanted=wanted, contained=contained
+        name, index, earlier, tuple(contexts), prompt, (span,), by_token=False, wanted=wanted, contained=contained
     )
 
 
 LAST_BEFORE = 200  # tokens of the passage that stood before
+
+
+def _nothing(chosen: Subject, sink: bool) -> Int32[np.ndarray, " W"]:
+    """What a passage cached alone stands behind."""
+    return canonical_sink(chosen.model, get_policy("irminsul")) if sink else np.zeros(0, np.int32)
 
 
 def _begin(chosen: Subject) -> Int32[np.ndarray, " P"]:

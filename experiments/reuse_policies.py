@@ -1,9 +1,10 @@
 """The policies of the accuracy study, by the names its configuration uses.
 
 A name is one of ``irminsul.policies``, or ``NAME:BUDGET`` for those that recompute on a budget (``epic:32`` tokens a
-chunk, ``cacheblend:0.15`` and ``irminsul+repair:0.15`` of the reused tokens), or one of the variants: ``irminsul-no-
-carve-out`` reuses rows from position 0 on, ``exact`` and ``isolated`` serve what ``Policy.provenance`` of that name
-allows (``irminsul`` itself is ``same_namespace``). ``oracle:0.05`` is the bound that repair is compared with.
+chunk, ``cacheblend:0.15`` and ``irminsul+repair:0.15`` of the reused tokens), or one of the variants: ``exact`` and
+``isolated`` serve what ``Policy.provenance`` of that name allows (``irminsul`` itself is ``same_namespace``).
+``oracle:0.05`` is the bound that repair is compared with. ``-no-carve-out`` behind a name, ahead of its budget
+(``epic-no-carve-out:8``), reuses rows from position 0 on.
 """
 
 import dataclasses
@@ -12,8 +13,8 @@ from experiments.errors import InputError
 from irminsul.policies import Policy, get_policy
 
 ORACLE = "oracle:"
+NO_CARVE_OUT = "-no-carve-out"
 VARIANTS = {
-    "irminsul-no-carve-out": get_policy("irminsul", sink_tokens=0),
     "exact": get_policy("irminsul", provenance="exact"),
     "isolated": get_policy("irminsul", provenance="isolated"),
 }
@@ -42,9 +43,11 @@ def lane(name: str) -> Lane:
     """
     if name in VARIANTS:
         return Lane(name, VARIANTS[name])
+    plain = name.replace(NO_CARVE_OUT, "")
+    changes = {} if plain == name else {"sink_tokens": 0}
     try:
-        if name.startswith(ORACLE):
-            return Lane(name, get_policy("irminsul"), float(name.removeprefix(ORACLE)))
-        return Lane(name, get_policy(name))
+        if plain.startswith(ORACLE):
+            return Lane(name, get_policy("irminsul", **changes), float(plain.removeprefix(ORACLE)))
+        return Lane(name, get_policy(plain, **changes))
     except ValueError as error:
         raise InputError(f"policies={name}: {error}") from error

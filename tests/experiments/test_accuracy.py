@@ -1,6 +1,7 @@
 """The accuracy study: items whose chunks were cached apart, policies served from one cache, figures in pairs."""
 
 import dataclasses
+import gzip
 import json
 from itertools import pairwise
 
@@ -10,7 +11,16 @@ import pytest
 from ml_collections import ConfigDict
 
 import models
-from experiments import accuracy, accuracy_merge, accuracy_report, batch_serving, drift, question_items, reference_eval
+from experiments import (
+    accuracy,
+    accuracy_merge,
+    accuracy_report,
+    batch_serving,
+    drift,
+    passage_questions,
+    question_items,
+    reference_eval,
+)
 from experiments.configs import accuracy as accuracy_config
 from experiments.divergence import divergence
 from experiments.errors import InputError
@@ -222,6 +232,42 @@ def test_files_of_json_lines_are_tasks(planter, tmp_path):
     question_items._asked.cache_clear()
     with pytest.raises(InputError, match="LongBench has context, input and answers"):
         question_items.items(str(path), tmp_path, chosen, range(1), 4096, 0)
+
+
+def test_the_same_prompts_behind_passages_cached_alone_behind_the_sink_or_behind_others(planter, tmp_path):
+    def encode(text):
+        return np.array(planter.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    gold = [[{"title": f"Lamp {n}", "text": f"Lamp {n} is red. " * 9}] for n in range(3)]
+    rows = [{"question": "which colour?", "answers": ["red"], "gold": passages} for passages in gold]
+    wiki = [{"title": "Door", "text": f"The door number {n} is as blue as ever. " * 9} for n in range(6)]
+    for name, lines in ((passage_questions.FILES["nq"], rows), (passage_questions.WIKI, wiki)):
+        with gzip.open(tmp_path / name, "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    chosen = Subject("tiny", None, encode, False, bos=planter.bos)
+    behind, alone, sink = (
+        question_items.items(task, tmp_path, chosen, range(3), 4096, 0)
+        for task in ("nq_one", *question_items.CACHED_ALONE)
+    )
+    for one, two, three in zip(behind, alone, sink, strict=True):
+        assert one.prompt.tolist() == two.prompt.tolist() == three.prompt.tolist()
+        begin, *passages = (earlier.tolist() for earlier in two.earlier())
+        assert begin == one.prompt[: len(begin)].tolist() == question_items._begin(chosen).tolist()
+        assert passages == [chunk.tolist() for chunk in one.chunks]
+        assert [earlier.tolist() for earlier in three.earlier()] == [begin, *([0] * 32 + each for each in passages)]
+        assert all(earlier.tolist()[: len(begin)] == begin for earlier in one.earlier())
+        assert ["Lamp" in planter.tokenizer.decode(chunk) for chunk in one.chunks] == [False, True]
+
+
+def test_a_carve_out_can_be_left_out_of_any_policy():
+    for name in ("irminsul", "epic:8", "cacheblend:0.15", "oracle:0.05"):
+        kind, mark, budget = name.partition(":")
+        with_it, without = lane(name), lane(f"{kind}-no-carve-out{mark}{budget}")
+        assert (with_it.policy.sink_tokens, without.policy.sink_tokens) == (32, 0)
+        assert without.oracle == with_it.oracle
+        assert dataclasses.replace(without.policy, sink_tokens=32) == with_it.policy
+    with pytest.raises(InputError, match="unknown"):
+        lane("none-no-carve-out:8")
 
 
 def test_what_is_generated_is_read_by_its_first_line_or_as_a_whole(servers):
