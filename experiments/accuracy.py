@@ -198,12 +198,15 @@ class Server:
     def rows(self, lanes: Sequence[Lane], count: int) -> list[dict[str, Any]]:
         """A row a policy for each of the first ``count`` items. The first lane is the reference."""
         outcomes = self.serve(lanes)
+        # All are asked of the device before the first is waited for.
+        compared = jax.device_get(
+            [list(map(_compare, outcomes[0].logits[:count], served.logits[:count])) for served in outcomes]
+        )
         rows = []
-        for each, served in zip(lanes, outcomes, strict=True):
+        for each, served, found in zip(lanes, outcomes, compared, strict=True):
             timed = [self.first_token_ms(each, index) for index in range(min(self.config.timed, count))]
             for index, item in enumerate(self.items[:count]):
-                compared = _compare(outcomes[0].logits[index], served.logits[index])
-                figures = compare(item, *map(np.asarray, compared))
+                figures = compare(item, *found[index])
                 if item.wanted:
                     figures |= self.generated(item, served.generated[index])
                 rows.append(
