@@ -1,7 +1,8 @@
 """A synthetic checkpoint loaded straight into the parts that devices keep: GB/s, and what the host holds meanwhile.
 
 Its files have the published layout. Sparse ones hold zeros and take no room, so that their size is free; filled ones
-are random bits and come from a disk. Both are read plainly first, by as many readers, each time from a cold page cache.
+are random bits and come from a disk. Both are read plainly by as many readers: through a cold page cache, from a warm
+one, and past it, which is what a disk gives.
 """
 
 import json
@@ -20,7 +21,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models import families
-from models.sharded_checkpoint import READERS, SLAB_BYTES, load_sharded, printed_progress
+from models.sharded_checkpoint import READERS, load_sharded, printed_progress
+from models.slab_reader import SLAB_BYTES, aligned, read_directly
 
 SHARD_BYTES = 5 * 2**30
 
@@ -34,31 +36,40 @@ def measure(
     process ``private`` and ``shared`` pages (a driver's pinned ones may be neither), which together are ``held``,
     pages of mapped ``files``, and all three (``resident``); and what the whole ``machine`` holds beside files and
     caches, which shows also what a driver took. A small checkpoint goes ahead, so that compilers and the device's
-    runtime are loaded, and the large one once more at the end, when every program is compiled.
+    runtime are loaded; the large one is loaded from a cold page cache, once more when every program is compiled
+    (``again``), and from a ``warm`` page cache. Plain reading is timed twice and the faster counts: the first run after
+    the files were written also waits for memory that was never used.
     """
     with tempfile.TemporaryDirectory(dir=scratch or None) as folder:
         small, large = Path(folder) / "small", Path(folder) / "large"
         write_synthetic(small, preset, shape, 0.0)
         jax.block_until_ready(load_sharded(small, mesh, jnp.bfloat16, digest="small").params)
         total, largest = write_synthetic(large, preset, shape, gigabytes, filled=filled)
-        plain = _plain_seconds(large)
+        cold, direct = (min(_plain_seconds(large, past=past) for _ in range(2)) for past in (False, True))
         first, again = (_load(large, mesh, largest) for _ in range(2))
+        _plain_seconds(large)
+        warm = _plain_seconds(large, cold=False)
+        cached = _load(large, mesh, largest, cold=False)
+    seconds = {
+        "plain_read": cold, "plain_read_warm": warm, "plain_read_past_cache": direct,
+        "load": first["seconds"], "again": again["seconds"], "warm": cached["seconds"],
+    }  # fmt: skip
     return {
         "checkpoint_gb": total / 1e9,
         "largest_tensor_gb": largest / 1e9,
-        "plain_read_gb_per_second": total / 1e9 / plain,
-        "load_gb_per_second": total / 1e9 / first["seconds"],
+        **{f"{name}_gb_per_second": total / 1e9 / value for name, value in seconds.items()},
         "load_seconds": first["seconds"],
-        "load_over_plain_read": plain / first["seconds"],
-        "again_gb_per_second": total / 1e9 / again["seconds"],
+        "load_over_plain_read": cold / first["seconds"],
+        "load_over_plain_read_past_cache": direct / first["seconds"],
         **{f"{name}_peak_over_largest_tensor": value for name, value in first.items() if name != "seconds"},
         **{f"again_{name}_peak_over_largest_tensor": value for name, value in again.items() if name != "seconds"},
     }
 
 
-def _load(folder: Path, mesh: Mesh, largest: int) -> dict[str, float]:
-    """Loads from a cold page cache: seconds, and peaks of memory over the largest tensor."""
-    _drop(folder)
+def _load(folder: Path, mesh: Mesh, largest: int, *, cold: bool = True) -> dict[str, float]:
+    """Seconds, and peaks of memory over the largest tensor."""
+    if cold:
+        _drop(folder)
     with _Peak() as peak:
         started = time.perf_counter()
         model = load_sharded(folder, mesh, jnp.bfloat16, digest="synthetic", progress=printed_progress())
@@ -82,15 +93,24 @@ def _drop(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _plain_seconds(folder: Path) -> float:
-    """Seconds that the loader's readers take to read all files and do nothing else, from a cold page cache."""
-    _drop(folder)
+def _plain_seconds(folder: Path, *, cold: bool = True, past: bool = False) -> float:
+    """Seconds that the loader's readers take to read all files into memory that they use again, and do nothing else;
+    ``past`` the page cache or through it."""
+    if cold:
+        _drop(folder)
     begins = [(path, begin) for path in _files(folder) for begin in range(0, path.stat().st_size, SLAB_BYTES)]
+    own = threading.local()
 
     def read(place: tuple[Path, int]) -> None:
-        with place[0].open("rb", buffering=0) as file:
-            file.seek(place[1])
-            file.read(SLAB_BYTES)
+        path, begin = place
+        if not hasattr(own, "memory"):
+            own.memory = aligned(SLAB_BYTES)
+        if past:
+            read_directly(path, own.memory, begin, min(SLAB_BYTES, path.stat().st_size - begin))
+        else:
+            with path.open("rb", buffering=0) as file:
+                file.seek(begin)
+                file.readinto(own.memory)
 
     started = time.perf_counter()
     with ThreadPoolExecutor(READERS) as readers:

@@ -143,8 +143,9 @@ def with_scales_applied(tensors: dict[str, Stored], block: tuple[int, int]) -> d
 
 def _dequantised(weight: Stored, scale: Stored, block: tuple[int, int]) -> Callable[[], np.ndarray]:
     def read() -> np.ndarray:
-        rows, columns = weight.shape
-        per_value = scale.read().astype(np.float32).repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
-        return weight.read().astype(np.float32) * per_value
+        found, scales = weight.read().astype(np.float32), scale.read().astype(np.float32)
+        for row, of_columns in enumerate(scales):  # block by block: no second matrix is held
+            found[row * block[0] : (row + 1) * block[0]] *= of_columns.repeat(block[1])[: weight.shape[1]]
+        return found
 
     return read

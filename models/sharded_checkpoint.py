@@ -1,21 +1,21 @@
 """Published checkpoints read straight into the parts that devices keep of them.
 
 A parameter of a large model fits no host: the experts of DeepSeek-V3 alone are 1.3 TB. Devices start from empty parts;
-tensor after tensor is mapped, cut, and set in place (donated) in the parts it belongs to, several at once, together
-never more than the largest takes. A mapped tensor is sent in slabs, each of which is let go when it was sent, so that
-a host holds even less of it. On several hosts each reads what its own devices keep. Layout and checks are those of
-``checkpoint.py``.
+tensor after tensor is cut and set in place (donated) in the parts it belongs to, several at once, together never more
+than the largest takes. What lies in files is read slab by slab (``slab_reader.py``), so that a host holds even less of
+it. On several hosts each reads what its own devices keep. Layout and checks are those of ``checkpoint.py``.
 """
 
-import mmap
+import math
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -23,15 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import families, sharding
+from models import families, sharding, slab_reader
 from models.checkpoint import check_tensors, is_published, read_published, saved_config
 from models.families import Family, Model, Tensor
 from models.safetensors_reader import Stored
+from models.slab_reader import SlabReader, slabs
 
-READERS = 8  # one thread maps, cuts and sends at a fraction of what a disk and the way to a device carry
-SLAB_BYTES = 8 * 2**20  # what waits to be sent is copied once more, into pinned memory that grows in powers of two
-
+READERS = 8  # one thread reads and sends at a fraction of what a disk and the way to a device carry
 COMPILED_AT_ONCE = 2  # a compiler takes more memory than a slab, and eight of them more than any tensor
+ONE_THREAD = {"xla_gpu_force_compilation_parallelism": 1}  # or it takes a thread, and memory, for every core
+
+Bounds = tuple[tuple[int, int], ...]  # begin and end along every axis
 
 Progress = Callable[[int, int, float], None]
 """Called with bytes read, bytes in all, and seconds since the start."""
@@ -91,10 +93,23 @@ def read_sharded(
     """
     check_tensors(family, config, stored)
     parts = jax.tree.map(_Parts, _empty(family, config, mesh, dtype))
-    tensors = list(family.tensors(config))
+    tensors = _ordered(family.tensors(config), parts)
     sizes = [_nbytes(stored[tensor.name]) for tensor in tensors]
     pending: deque[tuple[int, Future[None]]] = deque()
-    programs, done, held, started = _Programs(), 0, 0, time.perf_counter()
+    done, held, started = 0, 0, time.perf_counter()
+    slab_readers: SimpleQueue[SlabReader] = SimpleQueue()
+    for _ in range(READERS):
+        slab_readers.put(SlabReader())
+
+    def set_tensor(tensor: Tensor) -> None:
+        reader = slab_readers.get()
+        try:
+            for (path, index), value in zip(
+                tensor.parts, tensor.unpack(np.asarray(stored[tensor.name].read())), strict=True
+            ):
+                _at(parts, path).set(index, value, reader, programs)
+        finally:
+            slab_readers.put(reader)
 
     def finish_first() -> int:
         nonlocal done
@@ -105,11 +120,16 @@ def read_sharded(
             progress(done, sum(sizes), time.perf_counter() - started)
         return size
 
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(COMPILED_AT_ONCE) as compilers, ThreadPoolExecutor(READERS) as threads:
+        programs = _Programs(compilers)
+        for tensor in {tuple(path for path, _ in tensor.parts): tensor for tensor in reversed(tensors)}.values():
+            nothing = np.empty(tensor.shape, stored[tensor.name].dtype)  # takes no memory until it is written
+            for (path, index), value in zip(tensor.parts, tensor.unpack(nothing), strict=True):
+                list(_at(parts, path).pieces(index, value, programs))
         for tensor, size in zip(tensors, sizes, strict=True):
             while pending and (held + size > max(sizes) or len(pending) == 2 * READERS):
                 held -= finish_first()
-            pending.append((size, readers.submit(_set_tensor, parts, tensor, stored[tensor.name], programs)))
+            pending.append((size, threads.submit(set_tensor, tensor)))
             held += size
         while pending:
             finish_first()
@@ -120,43 +140,49 @@ def _empty(family: Family, config: Any, mesh: Mesh, dtype: Any) -> Any:
     """The parameter tree of zeros, made where it lies."""
     shapes = families.abstract(family, config, dtype)
     zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
-    return jax.jit(lambda: zeros(shapes), out_shardings=sharding.shardings(family, config, mesh))()
+    placed = sharding.shardings(family, config, mesh)
+    return jax.jit(lambda: zeros(shapes), out_shardings=placed, compiler_options=ONE_THREAD)()
 
 
 def _nbytes(stored: Stored) -> int:
     return int(np.prod(stored.shape, dtype=np.int64)) * stored.dtype.itemsize
 
 
-def _set_tensor(parts: Any, tensor: Tensor, stored: Stored, programs: "_Programs") -> None:
-    for (path, index), value in zip(tensor.parts, tensor.unpack(np.asarray(stored.read())), strict=True):
-        leaf = parts
-        for name in path:
-            leaf = leaf[name]
-        leaf.set(tuple(place for place in index if isinstance(place, int)), value, programs)
+def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
+    return reduce(lambda branch, name: branch[name], path, tree)
+
+
+def _ordered(tensors: Iterable[Tensor], parts: Any) -> list[Tensor]:
+    """Those of the largest parameters first: they need few programs, and the rest are compiled meanwhile. Neighbours in
+    a file often go to one device, whose part has one writer: they are taken ``READERS`` apart."""
+
+    def place(numbered: tuple[int, Tensor]) -> tuple[int, int]:
+        number, tensor = numbered
+        return -math.prod(_at(parts, tensor.parts[0][0]).shape), number % READERS
+
+    return [tensor for _, tensor in sorted(enumerate(tensors), key=place)]
 
 
 class _Programs:
-    """``_set_at`` by the shapes it is compiled for, ``COMPILED_AT_ONCE`` at a time."""
+    """``_set_at`` by the shapes it is compiled for, ``COMPILED_AT_ONCE`` at a time and each by one thread."""
 
-    def __init__(self) -> None:
-        self.places, self.lock = threading.Semaphore(COMPILED_AT_ONCE), threading.Lock()
+    def __init__(self, compilers: ThreadPoolExecutor) -> None:
+        self.compilers, self.lock = compilers, threading.Lock()
         self.found: dict[Any, Future[Any]] = {}
 
-    def program(self, part: jax.ShapeDtypeStruct, value: jax.ShapeDtypeStruct, turned: tuple[int, ...]) -> Any:
-        """Called as ``_set_at`` without ``turned``."""
-        key = (part.shape, part.dtype, part.sharding, value.shape, value.dtype, turned)
+    def program(self, part: jax.ShapeDtypeStruct, slab: np.ndarray, turned: tuple[int, ...]) -> Future[Any]:
+        """Of what is called as ``_set_at`` without ``turned``."""
+        key = (part.shape, part.dtype, part.sharding, slab.shape, slab.dtype, turned)
+        value = jax.ShapeDtypeStruct(slab.shape, slab.dtype, sharding=part.sharding)
+        at = jax.ShapeDtypeStruct((len(part.shape),), jnp.int32)
+
+        def compiled() -> Any:
+            return _set_at.lower(part, value, at, turned=turned).compile(compiler_options=ONE_THREAD)
+
         with self.lock:
-            known = key in self.found
-            future = self.found.setdefault(key, Future())
-        if not known:
-            with self.places:
-                try:
-                    at = jax.ShapeDtypeStruct((len(part.shape),), jnp.int32)
-                    future.set_result(_set_at.lower(part, value, at, turned=turned).compile())
-                except BaseException as error:
-                    future.set_exception(error)
-                    raise
-        return future.result()
+            if key not in self.found:
+                self.found[key] = self.compilers.submit(compiled)
+            return self.found[key]
 
 
 class _Parts:
@@ -165,89 +191,66 @@ class _Parts:
 
     def __init__(self, empty: jax.Array):
         self.shape, self.sharding = empty.shape, empty.sharding
-        self.arrays: dict[tuple[tuple[int, int], ...], Any] = {}
-        shards: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        self.arrays: dict[Bounds, Any] = {}
+        shards: dict[Bounds, list[Any]] = {}
         for shard in empty.addressable_shards:
             bounds = tuple(part.indices(length)[:2] for part, length in zip(shard.index, self.shape, strict=True))
             shards.setdefault(bounds, []).append(shard)
-        self.places: dict[tuple[tuple[int, int], ...], NamedSharding] = {}
+        self.places: dict[Bounds, NamedSharding] = {}
         for bounds, alike in shards.items():
             copies = Mesh(np.asarray([shard.device for shard in alike]), ("copies",))
             self.places[bounds] = place = NamedSharding(copies, PartitionSpec())
             pieces = [shard.data for shard in alike]
-            if pieces[0].nbytes <= SLAB_BYTES:
+            if pieces[0].nbytes <= slab_reader.SLAB_BYTES:
                 self.arrays[bounds] = np.zeros(pieces[0].shape, pieces[0].dtype)
             else:
                 self.arrays[bounds] = jax.make_array_from_single_device_arrays(pieces[0].shape, place, pieces)
-        self.lock = threading.Lock()
+        self.locks = {bounds: threading.Lock() for bounds in self.arrays}
 
-    def set(self, index: tuple[int, ...], value: np.ndarray, programs: _Programs) -> None:
-        """Sets ``whole[index] = value`` in the parts that hold some of it; ``index`` counts layers and experts.
-
-        What is sent is in the order of the file; devices turn it, which a host does far below the speed of a disk. Each
-        slab is waited for, or hosts and devices would hold what is still on its way.
-        """
+    def pieces(
+        self, index: tuple[int | slice, ...], value: np.ndarray, programs: _Programs
+    ) -> Iterator[tuple[Bounds, np.ndarray, np.ndarray, Future[Any] | None]]:
+        """What of ``whole[index] = value`` the parts hold, slab by slab: which part, where in it, the slab in the order
+        of its file, and the program that sets it; none where the part is on the host, and the slab is all of it.
+        ``index`` counts layers and experts."""
+        numbers = [number for number in index if isinstance(number, int)]
         for bounds, place in self.places.items():
-            leading = bounds[: len(index)]
-            if any(not begin <= number < end for number, (begin, end) in zip(index, leading, strict=True)):
+            leading = bounds[: len(numbers)]
+            if any(not begin <= number < end for number, (begin, end) in zip(numbers, leading, strict=True)):
                 continue
-            own = value[tuple(slice(*bound) for bound in bounds[len(index) :])]
-            local = [number - begin for number, (begin, _) in zip(index, leading, strict=True)]
+            own = value[tuple(slice(*bound) for bound in bounds[len(numbers) :])]
+            local = [number - begin for number, (begin, _) in zip(numbers, leading, strict=True)]
             if isinstance(self.arrays[bounds], np.ndarray):
-                self.arrays[bounds][tuple(local)] = own
+                yield bounds, np.asarray(local), own, None
                 continue
             order = tuple(np.argsort([-abs(stride) for stride in own.strides], kind="stable").tolist())
             turned = tuple(np.argsort(order).tolist())
             lengths = tuple(end - begin for begin, end in bounds)
             part = jax.ShapeDtypeStruct(lengths, self.arrays[bounds].dtype, sharding=place)
-            for start, source in _slabs(own, order):
-                at = np.asarray([*local, *start], np.int32)
-                slab = np.ascontiguousarray(source.transpose(order))
-                set_at = programs.program(part, jax.ShapeDtypeStruct(slab.shape, slab.dtype, sharding=place), turned)
-                sent = jax.block_until_ready(jax.device_put(slab, place))
-                _let_go(source)
-                with self.lock:  # one writer: the part is taken over
-                    self.arrays[bounds] = jax.block_until_ready(set_at(self.arrays[bounds], sent, at))
+            for start, source in slabs(own, order):
+                laid = source.transpose(order)
+                yield bounds, np.asarray([*local, *start], np.int32), laid, programs.program(part, laid, turned)
+
+    def set(self, index: tuple[int | slice, ...], value: np.ndarray, reader: SlabReader, programs: _Programs) -> None:
+        """Sets ``whole[index] = value`` in the parts that hold some of it.
+
+        What is sent is in the order of the file; devices turn it, which a host does far below the speed of a disk. Each
+        slab is waited for: the reader's memory takes the next, and devices would hold what is still on its way.
+        """
+        for bounds, at, slab, program in self.pieces(index, value, programs):
+            if program is None:
+                self.arrays[bounds][tuple(at)] = slab
+                continue
+            sent = jax.block_until_ready(jax.device_put(reader.read(slab), self.places[bounds]))
+            set_at = program.result()
+            with self.locks[bounds]:  # one writer: the part is taken over
+                self.arrays[bounds] = jax.block_until_ready(set_at(self.arrays[bounds], sent, at))
 
     def assembled(self) -> jax.Array:
         """The whole parameter, its parts where they are."""
         arrays = [jax.device_put(array, self.places[bounds]) for bounds, array in self.arrays.items()]
         parts = [shard.data for array in arrays for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
-
-
-def _slabs(value: np.ndarray, order: tuple[int, ...]) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Pieces of ``value`` of about ``SLAB_BYTES`` at most along the axis that the file has outermost (``order[0]``),
-    each with its start along every axis of ``value``. They are alike where that takes no more than twice as many: each
-    shape takes a program."""
-    start = [0] * value.ndim
-    if not value.ndim:
-        yield start, value
-        return
-    outer = order[0]
-    length = value.shape[outer]
-    fewest = min(length, -(-value.nbytes // SLAB_BYTES)) or 1
-    pieces = next((count for count in range(fewest, 2 * fewest + 1) if length % count == 0), fewest)
-    step = -(-length // pieces)
-    for begin in range(0, length, step):
-        start[outer] = begin
-        cut = tuple(slice(begin, begin + step) if axis == outer else slice(None) for axis in range(value.ndim))
-        yield list(start), value[cut]
-
-
-def _let_go(piece: np.ndarray) -> None:
-    """Takes the pages of a piece that is mapped from a file out of this process; read again they come back."""
-    owner: Any = piece
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
-    if not isinstance(owner, mmap.mmap) or not piece.nbytes or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    begin, end = (
-        address - np.frombuffer(owner, np.uint8).ctypes.data for address in np.lib.array_utils.byte_bounds(piece)
-    )
-    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    if end > begin:
-        owner.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="turned")

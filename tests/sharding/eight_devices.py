@@ -29,7 +29,7 @@ from irminsul.engine import Engine
 from irminsul.policies import get_policy
 from irminsul.prefill import admit, pack_batch
 from irminsul.rope import check_rotation
-from models import checkpoint, families, sharded_checkpoint, sharding
+from models import checkpoint, families, sharded_checkpoint, sharding, slab_reader
 from models.kv_view import DenseView
 
 VOCABULARY = 64
@@ -129,7 +129,7 @@ def loaded(model, mesh, folder):
     checkpoint.save_safetensors(model, folder / "published")
     checkpoint.save(model, folder / "own")
     other = mesh_of({"tensor": 2})
-    sharded_checkpoint.SLAB_BYTES = 256  # so that tensors are cut
+    slab_reader.SLAB_BYTES = 256  # so that tensors are cut
     read = sharded_checkpoint.load_sharded(folder / "published", mesh, jnp.float32, digest="revision")
     back = sharded_checkpoint.restore_sharded(folder / "own", other, jnp.float32, digest="revision")
     placed = sharding.shard(model, mesh)

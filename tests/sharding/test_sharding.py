@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from experiments.errors import InputError
 from experiments.latency import QUICK_SHAPE
 from experiments.sharding_load import write_synthetic
 from experiments.sharding_processes import mesh_of
-from models import families, sharded_checkpoint, sharding
+from models import families, sharding, slab_reader
 from models.checkpoint import check_tensors, read_published
 from models.device_plan import device_plan
+from models.safetensors_reader import CheckpointError
 from models.sharded_checkpoint import printed_progress
+from models.slab_reader import SlabReader
 
 
 @pytest.fixture(scope="module")
@@ -118,27 +121,64 @@ def test_progress_is_said_with_its_rate(capsys):
     assert capsys.readouterr().err == "2.0 of 4.0 GB read, 2.00 GB/s\n4.0 of 4.0 GB read, 2.00 GB/s\n"
 
 
-def test_slabs_cover_a_tensor_and_what_was_sent_of_a_file_is_let_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(sharded_checkpoint, "SLAB_BYTES", 2**20)
-    values = np.random.default_rng(0).integers(0, 2**16, (1000, 6000), np.uint16)
-    values.tofile(tmp_path / "file")
+class TestSlabs:
+    @pytest.fixture
+    def values(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(slab_reader, "SLAB_BYTES", 2**20)
+        values = np.random.default_rng(0).integers(0, 2**16, (1000, 6000), np.uint16)
+        (tmp_path / "file").write_bytes(b"head" + values.tobytes() + b"tail")
+        with (tmp_path / "file").open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return values, np.asarray(np.memmap(tmp_path / "file", np.uint16, "r", 4, values.shape))
 
-    def mapped() -> int:
-        status = Path("/proc/self/status")
-        found = re.search(r"RssFile:\s+(\d+)", status.read_text()) if status.exists() else None
-        return 1024 * int(found[1]) if found else 0
+    def test_they_cover_a_tensor_in_the_order_of_its_file_and_are_alike(self, values):
+        values, mapped = values
+        seen, shapes, reader = np.zeros_like(values.T), set(), SlabReader()
+        for (row, column), piece in slab_reader.slabs(mapped.T, (1, 0)):
+            read = reader.read(piece.T)
+            assert read.flags.c_contiguous
+            seen[row : row + piece.shape[0], column : column + piece.shape[1]] = read.T
+            shapes.add(piece.shape)
+        assert np.array_equal(seen, values.T)
+        assert len(shapes) == 1  # each shape takes a program
 
-    tensor, seen = np.asarray(np.memmap(tmp_path / "file", np.uint16, "r", 0, values.shape)).T, np.zeros_like(values.T)
-    before, most, shapes = mapped(), 0, set()
-    for (row, column), piece in sharded_checkpoint._slabs(tensor, (1, 0)):
-        seen[row : row + piece.shape[0], column : column + piece.shape[1]] = piece
-        shapes.add(piece.shape)
-        most = max(most, mapped())
-        sharded_checkpoint._let_go(piece)
-    assert np.array_equal(seen, values.T)
-    assert len(shapes) == 1  # slabs that are alike take one program
-    assert most - before < values.nbytes / 2
-    assert np.array_equal(tensor, values.T)  # they come back
+    def test_cached_pages_are_taken_and_others_are_read_past_the_cache(self, values, tmp_path, monkeypatch):
+        values, mapped = values
+        taken = []
+        monkeypatch.setattr(slab_reader, "read_directly", lambda *where: taken.append(where) or False)
+        cached = slab_reader._is_cached(mapped)
+        assert np.array_equal(SlabReader().read(mapped[:100]), values[:100])  # by the map where it cannot be otherwise
+        assert len(taken) == (not cached)
+        assert np.array_equal(mapped[:100], values[:100])
+        assert slab_reader._is_cached(mapped[:100])
+        assert np.array_equal(SlabReader().read(mapped[:100]), values[:100])
+        assert len(taken) == (not cached)
+
+    def test_what_is_no_block_of_a_file_is_copied_and_let_go(self, values):
+        values, mapped = values
+
+        def resident() -> int:
+            status = Path("/proc/self/status")
+            found = re.search(r"RssFile:\s+(\d+)", status.read_text()) if status.exists() else None
+            return 1024 * int(found[1]) if found else 0
+
+        before, most, reader = resident(), 0, SlabReader()
+        for begin in range(0, 1000, 100):
+            assert np.array_equal(reader.read(mapped[begin : begin + 100, :5000]), values[begin : begin + 100, :5000])
+            most = max(most, resident())
+        assert most - before < values.nbytes / 2
+        assert np.array_equal(mapped, values)  # they come back
+
+    def test_a_file_that_was_cut_is_said(self, tmp_path):
+        memory = slab_reader.aligned(2**16)
+        (tmp_path / "file").write_bytes(bytes(range(256)) * 256)
+        if not slab_reader.read_directly(tmp_path / "file", memory, 0, 2**16):
+            pytest.skip("this file system has no reads past the page cache")
+        assert np.array_equal(memory, np.tile(np.arange(256, dtype=np.uint8), 256))
+        (tmp_path / "file").write_bytes(b"head")
+        with pytest.raises(CheckpointError, match="ends 65532 bytes early; download it again"):
+            slab_reader.read_directly(tmp_path / "file", memory, 0, 2**16)
 
 
 def test_a_mesh_that_compilers_may_not_split_is_refused():
