@@ -5,6 +5,7 @@ forms of plain text chats do not.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -77,7 +78,9 @@ _KIMI = ChatFormat(
     answer="<|im_assistant|>assistant<|im_middle|>",
 )
 
-# By model type. Moonlight is published as deepseek_v3 and writes chats as Kimi does: it needs its own template.
+KIMI_TOKENS = ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>")
+
+# By model type.
 FORMATS = {
     "deepseek_v2": ChatFormat(
         begin="<｜begin▁of▁sentence｜>",  # noqa: RUF001
@@ -115,3 +118,11 @@ FORMATS = {
         answer="ASSISTANT:",
     ),
 }
+
+
+def format_of(model_type: str | None, token_to_id: Callable[[str], int | None]) -> ChatFormat | None:
+    """The form a checkpoint's chats were trained in, if it is known. A vocabulary with all of Kimi's turn tokens tells
+    more than the type: Moonlight has them and is published as ``deepseek_v3``."""
+    if all(token_to_id(token) is not None for token in KIMI_TOKENS):
+        return _KIMI
+    return FORMATS.get(model_type or "")

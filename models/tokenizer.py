@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 
 from models import pretrained
-from models.chat_format import FORMATS
+from models.chat_format import format_of
 
 # For models without a template of their own: one line naming the role, then the content, tools as JSON in front.
 #
@@ -121,7 +121,8 @@ class Tokenizer:
 
 def load_tokenizer(name_or_path: str | Path, *, reference: bool = False) -> Tokenizer:
     """The tokenizer of a checkpoint: ``tokenizer.json``, and where present ``tokenizer_config.json`` and
-    ``chat_template.jinja``. Without a template, chats take the form known for the ``model_type`` of ``config.json``.
+    ``chat_template.jinja``. Without a template, chats take the form known for the vocabulary's turn tokens or for the
+    ``model_type`` of ``config.json``.
 
     Args:
       name_or_path: a folder, or a name that ``models.load`` knows.
@@ -151,23 +152,24 @@ def load_tokenizer(name_or_path: str | Path, *, reference: bool = False) -> Toke
     settings: dict[str, Any] = {}
     if (folder / "tokenizer_config.json").exists():
         settings = json.loads((folder / "tokenizer_config.json").read_text())
-    return Tokenizer(backend, _templates(folder, settings), _special_tokens(settings))
+    return Tokenizer(backend, _templates(folder, settings, backend), _special_tokens(settings))
 
 
-def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+def _templates(folder: Path, settings: Mapping[str, Any], backend: tokenizers.Tokenizer) -> dict[str, str]:
     if (folder / "chat_template.jinja").exists():
         return {"default": (folder / "chat_template.jinja").read_text()}
-    template = settings.get("chat_template") or _known_template(folder)
+    template = settings.get("chat_template") or _known_template(folder, backend)
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         return {"default": DEFAULT_TEMPLATE} | named
     return {"default": template or DEFAULT_TEMPLATE}
 
 
-def _known_template(folder: Path) -> str | None:
-    """The form that models of this type write chats in, if it is known."""
+def _known_template(folder: Path, backend: tokenizers.Tokenizer) -> str | None:
+    """The form that models of this type, or with this vocabulary, write chats in, if it is known."""
     path = folder / "config.json"
-    known = FORMATS.get(json.loads(path.read_text()).get("model_type")) if path.exists() else None
+    model_type = json.loads(path.read_text()).get("model_type") if path.exists() else None
+    known = format_of(model_type, backend.token_to_id)
     return None if known is None else known.template()
 
 

@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from tokenizers import models as tokenizer_models
 
-from models.chat_format import FORMATS
+from models.chat_format import FORMATS, KIMI_TOKENS
 from models.tokenizer import load_tokenizer
 
 CHAT = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}]
@@ -46,6 +46,18 @@ def test_every_family_writes_chats_as_published(folder):
         text = configure(folder, model_type).apply_chat_template(CHAT + NEXT)
         assert text == EXPECTED[SAME.get(model_type, model_type)], model_type
         assert text.startswith(configure(folder, model_type).apply_chat_template(CHAT, add_generation_prompt=False))
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_linear"])  # Moonlight's, and Kimi-Linear's
+def test_a_vocabulary_with_kimis_turn_tokens_writes_chats_as_kimi_does(folder, model_type):
+    def text(tokens):
+        backend = tokenizers.Tokenizer(tokenizer_models.BPE({"a": 0}, []))
+        backend.add_special_tokens(list(tokens))
+        backend.save(str(folder / "tokenizer.json"))
+        return configure(folder, model_type).apply_chat_template(CHAT + NEXT)
+
+    assert text(KIMI_TOKENS) == EXPECTED["kimi_k2"]
+    assert text(KIMI_TOKENS[1:]) != EXPECTED["kimi_k2"]
 
 
 def test_a_checkpoints_own_template_goes_first_and_tools_need_it(folder):
