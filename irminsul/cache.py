@@ -56,6 +56,9 @@ class CacheConfig:
     chunking: ChunkingConfig = ChunkingConfig()
 
     def __post_init__(self):
+        for name in ("num_pages", "page_size", "max_prompt_tokens", "max_new_tokens"):
+            if not isinstance(getattr(self, name), int | np.integer):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer")
         for name in ("num_pages", "page_size", "max_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
@@ -135,10 +138,22 @@ def next_step(cache: ContentCache, donate: bool) -> ContentCache:
 
 
 def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
-    """An empty cache; without ``row_format`` it plans and keeps the tree, but holds no rows."""
+    """An empty cache; without ``row_format`` it plans and keeps the tree, but holds no rows.
+
+    Raises:
+      ValueError: if the device has no room for its pages.
+    """
     pool = None
     if row_format is not None:
-        pool = new_pool(row_format, config.num_pages, config.page_size, config.dtype, dependence=config.dependence)
+        try:
+            pool = new_pool(row_format, config.num_pages, config.page_size, config.dtype, dependence=config.dependence)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise ValueError(
+                f"num_pages={config.num_pages} pages of {config.page_size} rows do not fit into the device's memory; "
+                "lower num_pages, or choose a smaller dtype"
+            ) from error
     return ContentCache(
         pool=pool,
         tree=page_tree.new_page_tree(config.num_pages, config.page_size),

@@ -6,6 +6,7 @@ of the key. Keys are compared as bytes, so no two of them run into each other an
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any, Literal
 
 from irminsul import fingerprint
@@ -23,8 +24,15 @@ def check_names(namespace: str, adapter: str, shared: tuple[str, ...]) -> None:
     for field, name in (("namespace", namespace), ("adapter", adapter)):
         if not isinstance(name, str):
             raise ValueError(f"{field}={name!r} must be a string")
-    if isinstance(shared, str) or not all(isinstance(name, str) for name in shared):
+    if (
+        isinstance(shared, str)
+        or not isinstance(shared, Collection)
+        or not all(isinstance(name, str) for name in shared)
+    ):
         raise ValueError(f"shared={shared!r} must be a tuple of namespaces; write ('docs',) for one")
+    for name in (namespace, adapter, *shared):
+        if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ValueError(f"name {name!r} holds half of a surrogate pair, which is no text; leave it out")
 
 
 def request_key(

@@ -21,6 +21,7 @@ from irminsul.content import ROOT_WINDOW, read_content
 from irminsul.page_tree import FREE, PageTree
 from irminsul.pool import LatentPool
 from irminsul.prefill import Request
+from irminsul.prompt_checks import check_token_ids
 from irminsul.registry import HintTable, stored_keys
 
 
@@ -54,8 +55,8 @@ def forget(
 
     Raises:
       ConsumedError: if the cache was taken over by an earlier step.
-      ValueError: for an empty run of tokens, an unknown request, or if a request in flight holds rows to be removed. In
-        every case the cache is unchanged.
+      ValueError: for what is no run of token ids, an unknown request, or if a request in flight holds rows to be
+        removed. In every case the cache is unchanged.
     """
     reached, gone, unknown = _closure(cache, what, namespace)
     held = gone.any(axis=1)
@@ -115,6 +116,7 @@ def _started(cache: ContentCache, what: np.ndarray | Request | int, owners: set[
         raise ValueError(
             f"tokens has shape {run.shape} and dtype {run.dtype}; name a run of token ids, or a request by an int"
         )
+    check_token_ids(run, None)  # as int32 one beyond would be another token
     return cache.provenance.occurrences(run.astype(np.int32), owners)
 
 

@@ -214,8 +214,8 @@ def propose(
     placement = assign(placement, pages)
     held = np.concatenate([np.flatnonzero(read), pages]).astype(np.int32)
     pages, private = pages[: len(placement.fresh)], pages[len(placement.fresh) :]
-    cache = next_step(cache, donate)
     slots = decode_slots(placement.fresh, pages, plan.length)
+    cache = next_step(cache, donate)  # behind all that may raise
     request = Request(
         plan, policy, key, placement.fresh, pages, private, placement.entries, slots, held, cache.clock, len(evicted)
     )

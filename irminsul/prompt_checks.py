@@ -7,6 +7,7 @@ from jaxtyping import Int32, Integer
 
 from irminsul.cache import CacheConfig, ContentCache
 from irminsul.policies import Policy
+from irminsul.pool import TPU_LANES, LatentPool
 
 
 def check_prompt(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens: int) -> Int32[np.ndarray, " T"]:
@@ -17,8 +18,11 @@ def check_prompt(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens
     limit = cache.config.max_prompt_tokens
     if tokens.size > limit:
         raise ValueError(f"tokens holds {tokens.size} tokens, more than max_prompt_tokens={limit}; raise it or shorten")
-    if not 0 <= new_tokens <= cache.config.max_new_tokens:
-        raise ValueError(f"new_tokens={new_tokens} is outside 0..max_new_tokens={cache.config.max_new_tokens}")
+    most = cache.config.max_new_tokens
+    if not isinstance(new_tokens, int | np.integer):
+        raise ValueError(f"new_tokens={new_tokens!r} must be an integer within 0..max_new_tokens={most}")
+    if not 0 <= new_tokens <= most:
+        raise ValueError(f"new_tokens={new_tokens} is outside 0..max_new_tokens={most}")
     check_token_ids(tokens, model)
     if model is not None:
         if tokens.size + new_tokens > model.max_position:
@@ -28,7 +32,22 @@ def check_prompt(tokens: np.ndarray, model: Any, cache: ContentCache, new_tokens
             )
         if cache.pool is None:
             raise ValueError("cache holds no pool (plan only); create it with the model's row_format to serve a model")
+        check_pool(cache.pool, model.row_format)
     return tokens.astype(np.int32)
+
+
+def check_pool(pool: LatentPool, row_format: Any) -> None:
+    """Raises ``ValueError`` for a pool of another model's rows: a layer it lacks would be written over another."""
+    layers, _, _, latent = pool.latent_pages.shape
+    index = (0, 0) if pool.index_pages is None else (pool.index_pages.shape[0], pool.index_pages.shape[-1])
+    held = (layers, latent, *index)
+    wanted = (row_format.num_layers, row_format.latent_width, row_format.index_layers, row_format.index_width)
+    keys = pool.rope_pages.shape[-1]  # widened to whole lanes on a TPU
+    if held != wanted or keys < row_format.rope_width or (keys != row_format.rope_width and keys % TPU_LANES):
+        raise ValueError(
+            f"cache holds rows of {layers} layers, {latent} and {keys} values, and the model writes {wanted[0]} "
+            f"layers, {wanted[1]} and {row_format.rope_width} values; create a cache with the model's row_format"
+        )
 
 
 def check_storage(config: CacheConfig, policy: Policy) -> None:

@@ -1,6 +1,7 @@
 """Choosing the next token: greedy, temperature, nucleus."""
 
 from collections.abc import Collection
+from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,17 @@ class Sampling:
 
 def check_sampling(temperature: float, top_p: float, seed: int, stop_tokens: Collection[int] = ()) -> None:
     """Raises ``ValueError`` for a parameter out of its range."""
+    for field, value in (("temperature", temperature), ("top_p", top_p), ("seed", seed)):
+        if not isinstance(value, Integral if field == "seed" else Real):
+            raise ValueError(f"{field}={value!r} must be {'an integer' if field == 'seed' else 'a number'}")
     if not temperature >= 0:
         raise ValueError(f"temperature={temperature} must be 0 (greedy) or positive")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must lie in (0, 1]; 1 keeps all tokens")
     if not -(2**31) <= seed < 2**31:
         raise ValueError(f"seed={seed} must fit into 32 bits")
-    if not isinstance(stop_tokens, Collection):
-        raise ValueError(f"stop_tokens={stop_tokens!r} must be a tuple of token ids; write ({stop_tokens!r},) for one")
+    if not isinstance(stop_tokens, Collection) or not all(isinstance(token, Integral) for token in stop_tokens):
+        raise ValueError(f"stop_tokens={stop_tokens!r} must be a tuple of token ids; write (3,) for one")
 
 
 def sample(logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, " B"]) -> Int[Array, " B"]:

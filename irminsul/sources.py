@@ -19,6 +19,7 @@ from irminsul.content import PromptContent, read_content
 from irminsul.page_tree import Piece
 from irminsul.plan import Readable, Span, exact_prefix, path_end
 from irminsul.policies import Policy
+from irminsul.prompt_checks import as_token_ids, check_token_ids
 
 
 def readable(cache: ContentCache, keys: tuple[bytes, ...], tokens: Int32[np.ndarray, " T"]) -> tuple[Readable, ...]:
@@ -31,9 +32,15 @@ def readable(cache: ContentCache, keys: tuple[bytes, ...], tokens: Int32[np.ndar
 
 
 def canonical_sink(model: Any, policy: Policy) -> Int32[np.ndarray, " W"]:
-    """The tokens that isolated chunks are computed behind: ``policy.sink``, or BOS (0 for a model without) repeated."""
+    """The tokens that isolated chunks are computed behind: ``policy.sink``, or BOS (0 for a model without) repeated.
+
+    Raises:
+      ValueError: if ``policy.sink`` holds what is no token of the model.
+    """
     if policy.sink:
-        return np.asarray(policy.sink, np.int32)
+        sink = as_token_ids("sink", np.asarray(policy.sink))
+        check_token_ids(sink, model)
+        return sink.astype(np.int32)
     begin = None if model is None else getattr(model.config, "bos_token_id", None)
     return np.full(max(1, policy.sink_tokens), 0 if begin is None else begin, np.int32)
 

@@ -45,7 +45,7 @@ class Backend:
         """Opens a URL (a folder is ``file:///path/``) or takes an open tensorstore ``KvStore``.
 
         Raises:
-          ValueError: for a URL tensorstore does not know, or cannot write to.
+          ValueError: for a URL tensorstore does not know, or that cannot be written to.
           StoreLockedError: if ``write`` and another process writes a ``file://`` store.
         """
         if isinstance(store, str):
@@ -152,8 +152,13 @@ def _open(url: str) -> tensorstore.KvStore:
 
 
 def _lock_folder(folder: str) -> int:
-    os.makedirs(folder, exist_ok=True)
-    handle = os.open(os.path.join(folder, LOCK_NAME), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        handle = os.open(os.path.join(folder, LOCK_NAME), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ValueError(
+            f"store folder {folder} cannot be written ({error.strerror}); name one that can, or use write=False"
+        ) from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

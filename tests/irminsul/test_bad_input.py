@@ -17,9 +17,10 @@ from irminsul.chunking import ChunkingConfig
 from irminsul.commit import PoolTooSmallError
 from irminsul.decode import advance, start_decoding
 from irminsul.engine import Engine
+from irminsul.forget import forget
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import complete, prefill
-from irminsul.prompt_checks import as_token_ids
+from irminsul.prompt_checks import as_token_ids, check_prompt
 from irminsul.sampling import check_sampling
 from models import families
 from tests.irminsul.conftest import TINY_MLA
@@ -85,6 +86,11 @@ def test_prompts(short_model, cache, tokens, match):
     [
         ({"new_tokens": 32}, "new_tokens=32 is outside 0..max_new_tokens=31"),
         ({"new_tokens": -1}, "new_tokens=-1"),
+        ({"namespace": "a\ud800"}, "'a.ud800' holds half of a surrogate pair"),
+        (
+            {"policy": Policy("mine", provenance="isolated", sink=(3,) * 31 + (211,))},
+            "id 211, outside 0..210",
+        ),
         ({"policy": "magic"}, "policy='magic' is unknown; choose one of full, prefix, paged_prefix, naive, irminsul"),
     ],
 )
@@ -100,6 +106,30 @@ def test_model_position_limit_counts_new_tokens(short_model, cache):
 def test_a_plan_only_cache_serves_no_model(short_model, config):
     cache = planned(new_cache(config), random_tokens(0, 40))
     assert_refused(cache, ValueError, "holds no pool", lambda: prefill(short_model, cache, ONE))
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_hidden_layers": 2, "first_k_dense_replace": 2}, {"kv_lora_rank": 12}, {"qk_rope_head_dim": 2}]
+)
+def test_a_pool_of_another_model(cache, change):
+    """Too few layers would be written over each other, and nobody would notice."""
+    other = families.random_model(SHORT | change)
+    assert_refused(cache, ValueError, "cache holds rows of 1 layers, .* row_format", lambda: prefill(other, cache, ONE))
+
+
+def test_a_pool_that_the_device_has_no_room_for(short_model, config, monkeypatch):
+    def new_pool(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 2048000000000 bytes.")
+
+    monkeypatch.setattr("irminsul.cache.new_pool", new_pool)
+    with pytest.raises(ValueError, match=f"num_pages={config.num_pages} pages .* do not fit"):
+        new_cache(config, short_model.row_format)
+
+
+@pytest.mark.parametrize("what", [[2**32 + 5, 2**32 + 6], [5, -1]])
+def test_forgetting_what_is_no_token(cache, what):
+    """Cut to 32 bits it would be another text."""
+    assert_refused(cache, ValueError, "tokens holds the id", lambda: forget(cache, np.array(what)))
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -224,6 +254,7 @@ def unchecked(config, **fields):
         (lambda: CacheConfig(num_pages=3, page_size=0), "page_size=0"),
         (lambda: CacheConfig(num_pages=3, max_prompt_tokens=0), "max_prompt_tokens=0"),
         (lambda: CacheConfig(num_pages=3, max_new_tokens=-1), "max_new_tokens=-1"),
+        (lambda: unchecked(CacheConfig(num_pages=3), num_pages=3.0), "num_pages=3.0 must be an integer"),
         (lambda: CacheConfig(num_pages=3, dtype="bf16"), "dtype='bf16' is unknown; choose one of float32, bfloat16"),
         (lambda: unchecked(CacheConfig(num_pages=3), storage="rotated"), "storage='rotated' is unknown; choose"),
         (
@@ -239,7 +270,16 @@ def unchecked(config, **fields):
         (lambda: ChunkingConfig(min_tokens=200), "min_tokens, mean_tokens, max_tokens = 200, 128, 512"),
         (lambda: ChunkingConfig(segment_mean=100), "segment_mean = 100"),
         (lambda: ChunkingConfig(anchor_window=33), "anchor_window = 33"),
+        (lambda: inspect.unwrap(check_sampling)(0.0, 1.0, 0, "end"), "stop_tokens='end' must be a tuple of token ids"),
+        (lambda: inspect.unwrap(check_sampling)("hot", 1.0, 0), "temperature='hot' must be a number"),
+        (lambda: inspect.unwrap(check_sampling)(0.0, 1.0, 1.5), "seed=1.5 must be an integer"),
+        (
+            lambda: inspect.unwrap(check_prompt)(ONE, None, new_cache(CacheConfig(num_pages=3)), 2.5),
+            "new_tokens=2.5 must be an integer within 0..max_new_tokens=256",
+        ),
         (lambda: Policy("mine", min_reuse=0), "min_reuse=0"),
+        (lambda: unchecked(Policy("mine"), shifted="Refuse"), "shifted='Refuse' is unknown; choose one of 'serve',"),
+        (lambda: unchecked(Policy("mine"), discovery="chunk"), "discovery='chunk' is unknown"),
         (lambda: get_policy("irminsul", sink_tokens=-1), "sink_tokens=-1"),
         (lambda: get_policy("prefix", exact_granularity=0), "exact_granularity=0"),
         (lambda: families.read_config("deepseek-v9"), "preset 'deepseek-v9' is unknown; use one of"),

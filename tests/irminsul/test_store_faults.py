@@ -153,7 +153,11 @@ def test_a_closed_store_says_so(model, config, empty):
 
 @pytest.mark.parametrize(
     ("url", "match"),
-    [("rows", "store='rows/' is no URL of a store; write file:///"), ("http://localhost/rows", "can only be read")],
+    [
+        ("rows", "store='rows/' is no URL of a store; write file:///"),
+        ("http://localhost/rows", "can only be read"),
+        ("file:///proc/rows/", "store folder /proc/rows/ cannot be written .* name one that can"),
+    ],
 )
 def test_a_url_that_cannot_be_written_is_refused(model, config, url, match):
     with pytest.raises(ValueError, match=match) as caught:
