@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from irminsul.row_quantisation import bytes_per_token
@@ -43,6 +45,12 @@ PUBLISHED = {
     "youtu": ("youtu-llm-2b",),
     "longcat_flash": ("longcat-flash",),
     "llama": ("smollm2-135m", "irminsul-mini-gqa"),
+}
+# Types with recurrent layers that are served.
+RECURRENT = {
+    "kimi_linear": ("kimi-linear-48b-a3b",),
+    "mamba2": ("mamba2-1.3b", "mamba2-2.7b"),
+    "qwen3_next": ("qwen3-next-80b-a3b", "qwen3-next-41b-a3b"),
 }
 # Of these parity is that of another type: they differ in name alone, or in nothing that is computed.
 SAME_PROGRAM = {"kimi_k2": "deepseek_v3", "joyai_llm_flash": "deepseek_v3"}
@@ -107,6 +115,22 @@ def reuse(config: Any, form: families.RowFormat) -> str:
     return "; ".join(notes)
 
 
+def recurrent_memory(preset: str) -> tuple[str, int, str]:
+    """Of a model with recurrent layers: rows of a token and their bytes in bfloat16, and what a snapshot holds."""
+    family, config = recurrent.read_config(preset)
+    kinds = [family.kind(config, layer) for layer in range(config.num_hidden_layers)]
+
+    def size(layers: list[str]) -> int:
+        kept = jax.eval_shape(lambda: [family.empty(config, kind, 1, 1, jnp.bfloat16) for kind in layers])
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+
+    attention = [kind for kind in kinds if kind.startswith("attention")]
+    memories = [kind for kind in kinds if not kind.startswith("attention")]
+    form = "latents" if hasattr(config, "kv_lora_rank") else "keys and values"
+    rows = f"{len(attention)} {form}" if attention else "none"
+    return rows, size(attention), f"the memories of {len(memories)} layers, {size(memories) / 1e6:.1f} MB"
+
+
 def table(errors: dict[str, tuple[str, str]]) -> str:
     """The page's tables, given the errors of each model type as they are to be printed."""
     columns = ("`model_type`", "presets", "residual stream", "logits", "rows", "bytes", "one layer keeps", "reuse")
@@ -120,12 +144,19 @@ def table(errors: dict[str, tuple[str, str]]) -> str:
             f"| `{model_type}` | {', '.join(presets)} | {stream} | {logits} | {rows_a_token(form)} | {size:,} | "
             f"{cached(form)} | {reuse(config, form)} |"
         )
-    lines += ["", "| `model_type` | residual stream | logits | reuse |", "|---|---|---|---|"]
-    known = {name for family in recurrent.recurrent_families() for name in family.model_types}
-    for model_type, reason in sorted(REFUSED.items(), key=lambda item: (item[0] not in known, item[0])):
+    columns = (*columns[:6], "a snapshot of a sequence", "reuse")
+    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for model_type, presets in RECURRENT.items():
         stream, logits = errors.get(model_type, ("none", "none"))
-        allowed = "exact prefixes from snapshots of the state" if model_type in known else "refused by name"
-        lines.append(f"| `{model_type}` | {stream} | {logits} | {allowed}; not shifted: {reason} |")
+        rows, size, snapshot = recurrent_memory(presets[0])
+        lines.append(
+            f"| `{model_type}` | {', '.join(presets)} | {stream} | {logits} | {rows} | {size:,} | {snapshot} | exact "
+            f"prefixes, from snapshots of the state; not shifted: {REFUSED[model_type]} |"
+        )
+    lines += ["", "| `model_type` | residual stream | logits | reuse |", "|---|---|---|---|"]
+    for model_type, reason in sorted(REFUSED.items()):
+        if model_type not in RECURRENT:
+            lines.append(f"| `{model_type}` | none | none | refused by name; not shifted: {reason} |")
     return "\n".join(lines)
 
 
@@ -145,7 +176,8 @@ def undocumented() -> set[str]:
     """Model types the code knows and the page would leave out."""
     served = {name for family in families.families() for name in family.model_types}
     listed = set(PUBLISHED) | {"qwen2", "qwen3", "mistral", CONVERTED}
-    return (served | set(VARIANTS) | set(FORMATS)) - listed
+    recurrent_types = {name for family in recurrent.recurrent_families() for name in family.model_types}
+    return ((served | set(VARIANTS) | set(FORMATS)) - listed) | (recurrent_types ^ set(RECURRENT))
 
 
 def main() -> int:
