@@ -8,7 +8,6 @@ products (``K`` and ``R`` wide), values may be of another width, and the mask co
 every query of a tile sees take no mask, blocks that none sees are not read.
 """
 
-import heapq
 import math
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -26,7 +24,7 @@ from pallas_kernels.attention_reach import Distances
 from pallas_kernels.packed_rows import NEVER, PackedRows, rows_of_table
 from pallas_kernels.page_table import PageTable, Storage
 from pallas_kernels.rotary import RotaryTable, rotate
-from pallas_kernels.rotated_latent_attention.hopper_splits import MULTIPROCESSORS
+from pallas_kernels.rotated_latent_attention.expanded_order import launch_order
 
 # Rows projected up at a time: a part costs about 70 us besides its work, and one that is mostly padding wastes it.
 ROWS_AT_ONCE = 16384
@@ -276,32 +274,6 @@ def attend_rows(
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )(order, unmasked, steps, query_position, row_position, q_nope, key, value, *turned)
     return out, lse, mass if masses else None
-
-
-def launch_order(tiles: int, requests: int, heads: int) -> Int[np.ndarray, " P"]:
-    """Tile times ``heads`` plus head of each program, in the order in which they begin.
-
-    The last queries of a request see the most rows: their tiles begin first, so that none of them is left when others
-    are done. Programs that begin second on their processor are dealt in two rounds where it ends earlier: then what
-    begins third, which is shorter, evens out what the first two took together. Which of the two is told by playing it
-    for queries spread evenly over what they see. Several requests come one after the other: the tiles of one read the
-    same rows, which the cache of the GPU then holds.
-    """
-    request, tile, head = np.meshgrid(np.arange(requests), np.arange(tiles)[::-1], np.arange(heads), indexing="ij")
-    longest = ((request * tiles + tile) * heads + head).reshape(-1).astype(np.int32)
-    if requests > 1:
-        return longest
-    second = longest[MULTIPROCESSORS : 2 * MULTIPROCESSORS]
-    dealt = np.concatenate([longest[:MULTIPROCESSORS], second[::2], second[1::2], longest[2 * MULTIPROCESSORS :]])
-    return min(longest, dealt, key=lambda order: _end_of(order // heads % tiles + 1))
-
-
-def _end_of(steps: Int[np.ndarray, " P"]) -> int:
-    """When the last of programs ends that begin, in order, wherever a processor is free."""
-    busy = [0] * MULTIPROCESSORS
-    for own in steps.tolist():
-        heapq.heapreplace(busy, busy[0] + own)
-    return max(busy)
 
 
 def _body(

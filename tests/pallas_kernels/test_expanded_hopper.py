@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import packed_rows
-from pallas_kernels.rotated_latent_attention import api, expanded_hopper
+from pallas_kernels.rotated_latent_attention import api, expanded_hopper, expanded_order
 from pallas_kernels.rotated_latent_attention.expanded import expanded_latent_attention
 from pallas_kernels.rotated_latent_attention.reference import NEVER
 from tests.pallas_kernels.latent_oracle import random_problem
@@ -153,7 +153,7 @@ def test_a_hopper_gpu_runs_it_for_what_it_takes(monkeypatch):
 def test_programs_begin_once_each_and_end_early():
     """Longest first over all heads; what begins second is dealt where a third wave evens it out."""
     for tiles, requests, heads in ((26, 1, 16), (32, 1, 16), (4, 4, 16), (1, 1, 1)):
-        order = expanded_hopper.launch_order(tiles, requests, heads)
+        order = expanded_order.launch_order(tiles, requests, heads)
         assert np.array_equal(np.sort(order), np.arange(tiles * requests * heads))
         request, rows = order // heads // tiles, order // heads % tiles
         if requests > 1:
@@ -162,6 +162,6 @@ def test_programs_begin_once_each_and_end_early():
             continue
         plain = np.sort(rows)[::-1]
         by_head = np.tile(np.arange(tiles)[::-1], requests * heads)
-        ends = [expanded_hopper._end_of(steps + 1) for steps in (rows, plain, by_head)]
+        ends = [expanded_order._end_of(steps + 1) for steps in (rows, plain, by_head)]
         assert ends[0] <= ends[1] <= ends[2]
         assert (ends[0] < ends[1] < 0.85 * ends[2]) == (tiles == 26)
