@@ -1,41 +1,23 @@
-"""Summary, tables and plot of the accuracy study."""
+"""Summary and tables of the accuracy study; its plots are those of ``accuracy_plots``."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from experiments import report
-from experiments.plots import STYLE, entitle
+from experiments.accuracy_plots import FEWEST_ITEMS, plot, plot_differences
 
 REPAIR = ("irminsul+repair", "irminsul+question")  # the policies of this project
 Rows = Sequence[dict[str, Any]]
-SMALLEST_KL = 1e-8  # nats; below it is rounding
-FIGURES = {"exact_match": "right answers", "kl": "KL to full prefill (nats)", "f1": "F1 of generated answers"}
-# What is drawn, in this order; the others coincide with one of them or are no point of a curve.
-KINDS = {
-    "full": ("#3b3b3b", "full prefill"),
-    "naive": ("#b3362c", "keys not turned"),
-    "isolated": ("#8c8c8c", "isolated"),
-    "epic": ("#c99a2e", "EPIC"),
-    "cacheblend": ("#d9622b", "CacheBlend"),
-    "irminsul+repair": ("#1f4e8c", "irminsul+repair"),
-    "irminsul+question": ("#3f9bd4", "irminsul+question"),
-    "oracle": ("#2e8b57", "oracle (knows full prefill)"),
-    "irminsul": ("#7b5ea7", "irminsul, nothing recomputed"),
-}
 
 
 def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
-    """The study's result; draws ``accuracy.png``, ``divergence.png`` and, where answers are generated, ``f1.png``."""
+    """The study's result; draws ``accuracy.png``, ``divergence.png``, where answers are generated ``f1.png``, and where
+    there are many of them ``won_back.png``."""
     notes = list(dict.fromkeys(row["weights"] for row in rows))
     cells = cells_of(rows, config.draws, config.seed)
     summary = summarise(cells)
@@ -45,6 +27,10 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
         figures["f1"] = "f1.png"
     for quantity, name in figures.items():
         plot([cell for cell in cells if quantity in cell], quantity, title, out / name)
+    many = [cell for cell in cells if "f1" in cell and cell["items"] >= FEWEST_ITEMS]
+    if many:
+        figures["difference"] = "won_back.png"
+        plot_differences(many, loss_and_gain(many), out / "won_back.png")
     public = [{name: value for name, value in row.items() if name not in ("kl_tokens", "weights")} for row in rows]
     return {
         "title": title,
@@ -99,8 +85,9 @@ def _cell(key: tuple[str, str, str], group: Rows, full: Rows, rng: np.random.Gen
         "kl_worst": float(tokens.max()),
         "agreement": float(np.mean([row["agreement"] for row in group])),
         "first_divergence": float(np.median([row["first_divergence"] for row in group])),
-        "recomputed": _recomputed(group),
+        "recomputed": recomputed(group),
         "reused": reused / sum(row["tokens"] for row in group),
+        "computed": computed(group),
         "items": len(group),
         **_answered(group, full, picks),
         **_timed(group),
@@ -236,7 +223,7 @@ def contests(rows: Rows, draws: int, seed: int) -> str:
         of.setdefault((row["model"], row["task"]), {}).setdefault(row["policy"], []).append(row)
     rng, lines = np.random.default_rng(seed), []
     for (model, task), by in of.items():
-        share = {policy: _recomputed(group) for policy, group in by.items()}
+        share = {policy: recomputed(group) for policy, group in by.items()}
         for policy in [policy for policy in by if policy.split(":")[0] in REPAIR]:
             rivals = [f"cacheblend:{budget}" for budget in policy.split(":")[1:]]
             rivals += sorted(
@@ -254,31 +241,56 @@ def contests(rows: Rows, draws: int, seed: int) -> str:
     return "## Repair against the others, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
 
 
+BLIND = ("irminsul-no-carve-out", "isolated")  # what is reused as it was cached, the first that was asked
+
+
 def won_back(rows: Rows, draws: int, seed: int) -> str:
-    """Markdown: what each policy answers on the same items more than ``isolated`` does, where answers are generated.
-    Empty where there is no such pair."""
+    """Markdown: what each policy answers on the same items more than passages cached apart do as they are (``BLIND``),
+    where answers are generated. Empty where there is no such pair."""
     of: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         if "f1" in row:
             of.setdefault((row["model"], row["task"]), {}).setdefault(row["policy"], []).append(row)
     rng, lines = np.random.default_rng(seed), []
     for (model, task), by in of.items():
-        if "isolated" not in by:
+        blind = next((name for name in BLIND if name in by), None)
+        if blind is None:
             continue
-        picks = rng.integers(len(by["isolated"]), size=(draws, len(by["isolated"])))
+        picks = rng.integers(len(by[blind]), size=(draws, len(by[blind])))
         for policy, group in by.items():
             gains = []
             for quantity in ("exact_match", "f1"):
-                mine, others = (np.array([row[quantity] for row in each]) for each in (group, by["isolated"]))
+                mine, others = (np.array([row[quantity] for row in each]) for each in (group, by[blind]))
                 low, high = _interval((mine - others)[picks].mean(axis=1))
                 gains.append(f"{(mine - others).mean():+.3f} [{low:+.3f}, {high:+.3f}]")
             right = f"{np.mean([row['exact_match'] for row in group]):.3f}"
-            lines.append((model, task, policy, f"{_recomputed(group):.3f}", right, *gains))
-    columns = ("model", "task", "policy", "recomputed", "right", "right, more than isolated", "F1, more than isolated")
-    return "## Against isolated passages, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
+            lines.append((model, task, policy, f"{computed(group):.3f}", right, blind, *gains))
+    columns = ("model", "task", "policy", "computed, of the prompt", "right", "against", "right, more", "F1, more")
+    return "## Against passages cached apart, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
 
 
-def _recomputed(group: Rows) -> float:
+def loss_and_gain(cells: list[dict[str, Any]]) -> str:
+    """The finding of ``won_back.png`` in a line, of the task on which rows reused as they are lose most."""
+    blind = [cell for cell in cells if cell["policy"] in BLIND]
+    if not blind:
+        return "Right answers against full prefill, policy by policy"
+    worst = min(blind, key=lambda cell: cell["difference"])
+    beside = [cell for cell in cells if (cell["model"], cell["task"]) == (worst["model"], worst["task"])]
+    best = max((cell for cell in beside if cell["policy"].startswith("irminsul")), key=lambda cell: cell["difference"])
+    return (
+        f"Passages cached apart and reused as they are lose {-100 * worst['difference']:.0f} points of right answers "
+        f"on {worst['task'].replace('_', ' ')} ({worst['model']}); {best['policy']} {-100 * best['difference']:.0f}"
+    )
+
+
+def computed(group: Rows) -> float:
+    """Share of the prompt's tokens that are not served from the cache, for whatever reason."""
+    served = sum(row["bins"]["exact"] + row["bins"]["shifted"] for row in group)
+    return 1 - served / sum(sum(row["bins"].values()) for row in group)
+
+
+def recomputed(group: Rows) -> float:
+    """Share of the reused tokens that are computed again by choice."""
     repaired = sum(row["bins"]["repair"] for row in group)
     return repaired / max(1, repaired + sum(row["bins"]["exact"] + row["bins"]["shifted"] for row in group))
 
@@ -286,64 +298,3 @@ def _recomputed(group: Rows) -> float:
 def _with_interval(cell: dict[str, Any], name: str, form: str) -> str:
     low, high = cell[f"{name}_interval"]
     return f"{cell[name]:{form}} [{low:{form}}, {high:{form}}]"
-
-
-def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> None:
-    """A quantity against the share of reused tokens recomputed: a panel a task (of the first model asked), a line a
-    policy.
-
-    Lines begin at what all of them are without a budget; full prefill is a dashed line (its divergence is 0).
-
-    Args:
-      quantity: one of ``FIGURES``; "kl" on a logarithmic axis.
-    """
-    panels = {cell["task"]: cell["model"] for cell in reversed(cells)}
-    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
-    several = len(set(panels.values())) > 1
-    columns = min(3 if several else 4, len(tasks))
-    lines = -(-len(tasks) // columns)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            lines, columns, figsize=(2.3 * columns + 0.8, 2.1 * lines + 1.1), squeeze=False, sharex=True,
-            sharey=not several, layout="constrained",
-        )  # fmt: skip
-        for axis, task in zip(axes.flat, tasks, strict=False):
-            shown = task, panels[task]
-            _panel(axis, [cell for cell in cells if (cell["task"], cell["model"]) == shown], quantity)
-            axis.set_title(task.replace("_", " ") + f" ({panels[task]})" * several, fontsize=8, loc="left")
-        for axis in list(axes.flat)[len(tasks) :]:
-            axis.remove()
-        for axis in list(axes.flat)[max(0, len(tasks) - columns) : len(tasks)]:
-            axis.set_xlabel("recomputed (% of reused)")
-            axis.tick_params(labelbottom=True)
-        for row in axes:
-            row[0].set_ylabel(FIGURES[quantity])
-        named: dict[str, Any] = {}
-        for axis in figure.axes:
-            named |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-        figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-        entitle(figure, title)
-        figure.savefig(path)
-        plt.close(figure)
-
-
-def _panel(axis: Any, cells: list[dict[str, Any]], quantity: str) -> None:
-    blind = [cell for cell in cells if cell["policy"] == "irminsul"]
-    for kind, (colour, label) in KINDS.items():
-        line = [cell for cell in cells if cell["policy"].split(":")[0] == kind]
-        if not line:
-            continue
-        if kind == "full":
-            if quantity != "kl":
-                axis.axhline(line[0][quantity], color=colour, linestyle="--", linewidth=1, label=label)
-            continue
-        if ":" in line[0]["policy"]:
-            line = blind + sorted(line, key=lambda cell: cell["recomputed"])
-        x = [100 * cell["recomputed"] for cell in line]
-        y = np.array([cell[quantity] for cell in line])
-        spread = np.abs(np.array([cell[f"{quantity}_interval"] for cell in line]).T - y)
-        if quantity == "kl":
-            y, spread = np.maximum(y, SMALLEST_KL), np.minimum(spread, np.maximum(y, SMALLEST_KL) * 0.99)
-        axis.errorbar(x, y, spread, fmt="o-", markersize=3.5, color=colour, label=label, linewidth=1)
-    if quantity == "kl":
-        axis.set_yscale("log")

@@ -25,7 +25,8 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from experiments import report
-from experiments.accuracy_report import KINDS, word
+from experiments.accuracy_plots import KINDS
+from experiments.accuracy_report import word
 from experiments.batch_serving import Asked, admitted, computed, few_sizes, serve, with_pages
 from experiments.divergence import divergence
 from experiments.names import listed

@@ -325,8 +325,11 @@ def test_what_isolation_cost_is_counted_in_pairs():
             rows.append({**made_row(policy, item, 0.0, 10), "exact_match": level + gain, "f1": level + gain / 2})
     lines = accuracy_report.won_back(rows, 200, 0).splitlines()[4:]
     assert [line.split(" | ")[2] for line in lines] == ["isolated", "cacheblend:0.1", "full"]
-    assert lines[1].endswith("| +0.250 [+0.250, +0.250] | +0.125 [+0.125, +0.125] |")
+    assert lines[1].endswith("| 0.100 | 0.583 | isolated | +0.250 [+0.250, +0.250] | +0.125 [+0.125, +0.125] |")
     assert "+0.000 [+0.000, +0.000] | +0.000" in lines[0]
+    blind = [{**row, "policy": "irminsul-no-carve-out"} for row in rows if row["policy"] == "cacheblend:0.1"]
+    lines = accuracy_report.won_back([*rows, *blind], 200, 0).splitlines()[4:]
+    assert lines[0].endswith("| irminsul-no-carve-out | -0.250 [-0.250, -0.250] | -0.125 [-0.125, -0.125] |")
     assert accuracy_report.won_back([row for row in rows if row["policy"] != "isolated"], 200, 0) == ""
 
 

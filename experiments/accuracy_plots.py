@@ -1,0 +1,126 @@
+"""Plots of the accuracy study."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from experiments.plots import STYLE, entitle
+
+SMALLEST_KL = 1e-8  # nats; below it is rounding
+FEWEST_ITEMS = 50  # that tell a difference in right answers from none
+FIGURES = {"exact_match": "right answers", "kl": "KL to full prefill (nats)", "f1": "F1 of generated answers"}
+# What is drawn, in this order; the others coincide with one of them or are no point of a curve.
+KINDS = {
+    "full": ("#3b3b3b", "full prefill"),
+    "naive": ("#b3362c", "keys not turned"),
+    "isolated": ("#8c8c8c", "isolated"),
+    "epic": ("#c99a2e", "EPIC"),
+    "cacheblend": ("#d9622b", "CacheBlend"),
+    "irminsul+repair": ("#1f4e8c", "irminsul+repair"),
+    "irminsul+question": ("#3f9bd4", "irminsul+question"),
+    "oracle": ("#2e8b57", "oracle (knows full prefill)"),
+    "irminsul": ("#7b5ea7", "irminsul, nothing recomputed"),
+}
+
+
+def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> None:
+    """A quantity against the share of reused tokens recomputed: a panel a task (of the first model asked), a line a
+    policy.
+
+    Lines begin at what all of them are without a budget; full prefill is a dashed line (its divergence is 0).
+
+    Args:
+      quantity: one of ``FIGURES``; "kl" on a logarithmic axis.
+    """
+    panels = {cell["task"]: cell["model"] for cell in reversed(cells)}
+    tasks = list(dict.fromkeys(cell["task"] for cell in cells))
+    several = len(set(panels.values())) > 1
+    columns = min(3 if several else 4, len(tasks))
+    lines = -(-len(tasks) // columns)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            lines, columns, figsize=(2.3 * columns + 0.8, 2.1 * lines + 1.1), squeeze=False, sharex=True,
+            sharey=not several, layout="constrained",
+        )  # fmt: skip
+        for axis, task in zip(axes.flat, tasks, strict=False):
+            shown = task, panels[task]
+            _panel(axis, [cell for cell in cells if (cell["task"], cell["model"]) == shown], quantity)
+            axis.set_title(task.replace("_", " ") + f" ({panels[task]})" * several, fontsize=8, loc="left")
+        for axis in list(axes.flat)[len(tasks) :]:
+            axis.remove()
+        for axis in list(axes.flat)[max(0, len(tasks) - columns) : len(tasks)]:
+            axis.set_xlabel("recomputed (% of reused)")
+            axis.tick_params(labelbottom=True)
+        for row in axes:
+            row[0].set_ylabel(FIGURES[quantity])
+        named: dict[str, Any] = {}
+        for axis in figure.axes:
+            named |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+        entitle(figure, title)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _panel(axis: Any, cells: list[dict[str, Any]], quantity: str) -> None:
+    blind = [cell for cell in cells if cell["policy"] == "irminsul"]
+    for kind, (colour, label) in KINDS.items():
+        line = [cell for cell in cells if cell["policy"].split(":")[0] == kind]
+        if not line:
+            continue
+        if kind == "full":
+            if quantity != "kl":
+                axis.axhline(line[0][quantity], color=colour, linestyle="--", linewidth=1, label=label)
+            continue
+        if ":" in line[0]["policy"]:
+            line = blind + sorted(line, key=lambda cell: cell["recomputed"])
+        x = [100 * cell["recomputed"] for cell in line]
+        y = np.array([cell[quantity] for cell in line])
+        spread = np.abs(np.array([cell[f"{quantity}_interval"] for cell in line]).T - y)
+        if quantity == "kl":
+            y, spread = np.maximum(y, SMALLEST_KL), np.minimum(spread, np.maximum(y, SMALLEST_KL) * 0.99)
+        axis.errorbar(x, y, spread, fmt="o-", markersize=3.5, color=colour, label=label, linewidth=1)
+    if quantity == "kl":
+        axis.set_yscale("log")
+
+
+def plot_differences(cells: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Right answers against full prefill, in pairs with their intervals: a row of panels a model, a panel a task, a
+    line a policy, with the share of the prompt that it computes."""
+    tasks, models = (list(dict.fromkeys(cell[name] for cell in cells)) for name in ("task", "model"))
+    cells = [cell for cell in cells if cell["policy"] != "full"]
+    most = max(sum(cell["task"] == task and cell["model"] == models[0] for cell in cells) for task in tasks)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            len(models), len(tasks), figsize=(3.7 * len(tasks) + 0.3, (0.19 * most + 0.9) * len(models) + 0.5),
+            squeeze=False, sharex=True, layout="constrained",
+        )  # fmt: skip
+        for line, model in zip(axes, models, strict=True):
+            for axis, task in zip(line, tasks, strict=True):
+                _differences(axis, [cell for cell in cells if (cell["task"], cell["model"]) == (task, model)])
+                axis.set_title(f"{task.replace('_', ' ')} ({model})", fontsize=8, loc="left")
+        for axis in axes[-1]:
+            axis.set_xlabel("right answers against full prefill (points)", fontsize=8)
+        entitle(figure, title)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _differences(axis: Any, cells: list[dict[str, Any]]) -> None:
+    cells = sorted(cells, key=lambda cell: cell["computed"])
+    axis.axvline(0, color=KINDS["full"][0], linestyle="--", linewidth=1)
+    for place, cell in enumerate(cells):
+        kind = cell["policy"].split(":")[0].replace("-no-carve-out", "")
+        low, high = (100 * bound for bound in cell["difference_interval"])
+        colour = KINDS.get(kind, ("#555555", kind))[0]
+        axis.plot([low, high], [place, place], color=colour, linewidth=1.2)
+        axis.plot([100 * cell["difference"]], [place], "o", color=colour, markersize=3.5)
+    names = [f"{cell['policy'].replace('-no-carve-out', '*')}  {100 * cell['computed']:.0f} %" for cell in cells]
+    axis.set_yticks(range(len(cells)), names, fontsize=6.5)
+    axis.invert_yaxis()
