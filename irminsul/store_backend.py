@@ -164,7 +164,7 @@ def _lock_folder(folder: str) -> int:
     except OSError as error:
         os.close(handle)
         raise StoreLockedError(
-            f"{folder} is written by another process; open it with write=False to read it"
+            f"{folder} is written by another process; end that one, name another folder, or use write=False to read"
         ) from error
     return handle
 

@@ -98,8 +98,8 @@ def _open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner
     Each part ends with the futures that the next one waits for.
 
     Nothing under another tenant's prefix is listed or read; of published rows only what lies under their own owner. The
-    process that writes also sweeps out what no record leads to: rows and computations whose record a crash kept from
-    being written.
+    process that writes also sweeps out records that are damaged, and what no record leads to: rows and computations
+    whose record a crash kept from being written.
     """
     private = owner.context == "private"
     listing = backend.start_list(tenant_prefix(owner.key) if private else owner.prefix)
@@ -119,7 +119,7 @@ def _open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner
     def skip(reason: str) -> None:
         metrics.skipped[reason] += 1
 
-    number = catalog.owner(owner.key)
+    number, damaged = catalog.owner(owner.key), set[str]()
     for some in _batches(names["computations"]):
         reading = {name: backend.start_read(owner.computation_key(name)) for name in some}
         yield list(reading.values())
@@ -130,16 +130,23 @@ def _open_owner(backend: Backend, catalog: Catalog, metrics: StoreMetrics, owner
         yield list(reading.values())
         found = list(_read(backend, reading, skip))
         for at in range(0, len(found), FILED_TOGETHER):
-            entries = [_file(catalog, owner, number, *record, skip) for record in found[at : at + FILED_TOGETHER]]
+            entries = [
+                _file(catalog, owner, number, *record, skip, damaged) for record in found[at : at + FILED_TOGETHER]
+            ]
             catalog.index([entry for entry in entries if entry is not None])
             yield ()
     if backend.write_allowed and not catalog.is_full():
         with contextlib.suppress(StoreWriteError):  # the next opening sweeps
-            yield from _sweep(backend, catalog, owner, names)
+            yield from _sweep(backend, catalog, owner, names, damaged)
 
 
-def _sweep(backend: Backend, catalog: Catalog, owner: Owner, names: dict[str, list[str]]) -> Iterator[Sequence[Any]]:
-    indexed = set(names["index"])
+def _sweep(
+    backend: Backend, catalog: Catalog, owner: Owner, names: dict[str, list[str]], damaged: set[str]
+) -> Iterator[Sequence[Any]]:
+    deleting = backend.start_write(dict.fromkeys(owner.place(name).record_key for name in damaged))
+    yield deleting
+    backend.finish_write(deleting)
+    indexed = set(names["index"]) - damaged
     catalog.collect()
     known = catalog.computations.number_of
     left = [owner.place(name).rows_key for name in names["rows"] if name not in indexed]
@@ -167,12 +174,20 @@ def _read(backend: Backend, reading: dict[str, Any], skip: Callable[[str], None]
 
 
 def _file(
-    catalog: Catalog, owner: Owner, number: int, name: str, data: bytes, skip: Callable[[str], None]
+    catalog: Catalog,
+    owner: Owner,
+    number: int,
+    name: str,
+    data: bytes,
+    skip: Callable[[str], None],
+    damaged: set[str],
 ) -> Entry | None:
     try:
         record = decode_record(data, name, owner.digest)
     except StoredObjectError as error:
         skip(error.reason)
+        if error.reason != "version":  # which another program may read
+            damaged.add(name)
         return None
     if catalog.is_full():
         skip("full")

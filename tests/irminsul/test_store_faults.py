@@ -19,6 +19,7 @@ from irminsul.prefill import complete, prefill
 from irminsul.sources import Sources
 from irminsul.store import Store
 from irminsul.store_backend import Backend, StoreWriteError
+from irminsul.store_owner import owner_of
 from irminsul.store_record import StoredObjectError
 from irminsul.store_transfer import page_rows, start_gather, write_pages
 from models.families import RowFormat
@@ -91,6 +92,20 @@ def test_a_damaged_object_is_computed_and_the_answer_is_the_same(model, config, 
         served = serve_stored(model, store, empty(), PROMPT, "prefix")
         assert served.bins["exact"] == len(PROMPT) - 1
         assert_same_bits(served, cold)
+
+
+@pytest.mark.parametrize("damage", ["cut in the middle", "something else", "of a later version"])
+def test_a_damaged_record_is_swept_out_with_its_rows(model, config, empty, kept, damage):
+    """Nobody may ask for that page again. What another version has written stays."""
+    kv, (how, reason) = copy_of(kept), DAMAGES[damage]
+    key = request_key(empty(), model, "default", "", False)
+    with Store(kv, model, config) as store:
+        mine = [name for name in keys_of(kv, "index") if owner_of(key, store.format).prefix in name]
+        change(kv, mine[1], how)
+        store.refresh(key)
+    assert mine[0] in keys_of(kv)
+    for name in (mine[1], mine[1].replace("/index/", "/rows/")):
+        assert (name in keys_of(kv)) == (reason == "version")
 
 
 def test_objects_that_changed_places_are_not_believed(model, config, empty, cold, kept):
