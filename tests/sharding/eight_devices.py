@@ -1,6 +1,7 @@
 """Runs in a process of its own, which sees eight devices: writes what one device and a mesh compute as JSON."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from irminsul import decode
 from irminsul.blocks import cost_model
 from irminsul.cache import CacheConfig, new_cache
 from irminsul.compute import run_prefill
@@ -105,20 +107,45 @@ def cached(model, new_tokens=2):
     return np.asarray(steps), [one.bins["shifted"] for one in served]
 
 
-def largest_gather(model):
-    """Bytes of the largest all-gather of the compiled prefill, of a page of the pool's largest array, of one device's
-    pool, and of what is aliased."""
+def decoded(model):
+    """What ``cached`` gives, and the arguments of its first step of decoding, as shapes."""
+    step, calls = decode.decode_step, []
+
+    def recorded(*args, **kwargs):
+        leaves = jax.tree.leaves(args)
+        placed = [leaf.sharding if getattr(leaf, "committed", False) else None for leaf in leaves]
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            for leaf, place in zip(leaves, placed, strict=True)
+        ]
+        calls.append((jax.tree.unflatten(jax.tree.structure(args), shapes), kwargs))
+        return step(*args, **kwargs)
+
+    decode.decode_step = recorded
+    served = cached(model)
+    decode.decode_step = step
+    return served, calls[0]
+
+
+def program_of_prefill(model):
     cache = new_cache(CACHE, model.row_format)
     admission = admit(model, cache, prompts()[0], "irminsul", mode="deterministic")
-    compiled = run_prefill.lower(
-        model, admission.cache.pool, pack_batch(admission.cache, admission.placement, admission.request),
+    pool = admission.cache.pool
+    return pool, run_prefill.lower(
+        model, pool, pack_batch(admission.cache, admission.placement, admission.request),
         blocks=admission.blocks, cost=cost_model(model), storage="base", keep_hidden=False,
     ).compile()  # fmt: skip
+
+
+def largest_move(pool, compiled):
+    """Bytes of the largest result of a collective that moves arrays as they are (sums are of tokens, not of rows), of a
+    page of the pool's largest array, of one device's pool, and of what is aliased."""
+    moves = re.findall(r"= (.+?) (?:all-gather|all-to-all|ragged-all-to-all|collective-permute)", compiled.as_text())
+    found = [re.findall(r"([a-z]+)(\d*)\[([\d,]*)\]", result) for result in moves]
     sizes = [
-        int(np.prod([int(length) for length in shape.split(",") if length], dtype=np.int64)) * 4
-        for shape in re.findall(r"= f32\[([\d,]*)\][^ ]* all-gather", compiled.as_text())
+        sum(int(bits or 8) // 8 * math.prod(map(int, filter(None, lengths.split(",")))) for _, bits, lengths in arrays)
+        for arrays in found
     ]
-    pool = admission.cache.pool
     local = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(pool))
     page = max(leaf.nbytes // CACHE.num_pages for leaf in jax.tree.leaves(pool))
     return max(sizes, default=0), page, local, compiled.memory_analysis().alias_size_in_bytes
@@ -163,8 +190,10 @@ def main():
         one, (one_cached, shifted) = uncached(model), cached(model)
         with jax.set_mesh(mesh):
             split = sharding.shard(model, mesh)
-            many, (many_cached, shifted_on_mesh) = uncached(split), cached(split)
-            gathered, page, pool, aliased = largest_gather(split)
+            many, ((many_cached, shifted_on_mesh), (args, kwargs)) = uncached(split), decoded(split)
+            whole, prefill = program_of_prefill(split)
+            gathered, page, pool, aliased = largest_move(whole, prefill)
+            step_moves, *_, step_aliased = largest_move(whole, decode.decode_step.lower(*args, **kwargs).compile())
             moved = check_rotation(split, CACHE) if name == "latent" else 0.0  # what ``Engine.create`` does first
         with tempfile.TemporaryDirectory() as folder:
             results[name] = {
@@ -175,6 +204,8 @@ def main():
                 "moved": moved,
                 "pool": pool,
                 "aliased": aliased,
+                "step_pages": step_moves / page / shape["sequence"],
+                "step_aliased": step_aliased,
                 **loaded(model, mesh, Path(folder)),
             }
     Path(sys.argv[1]).write_text(json.dumps(results))

@@ -48,6 +48,8 @@ class TestEightDevices:
     def test_no_more_than_a_page_is_gathered_and_the_pool_stays_in_place(self, results, case):
         assert 0 < results[case]["gathered_pages"] <= 1
         assert results[case]["aliased"] >= results[case]["pool"]
+        assert results[case]["step_pages"] < 1  # of a step that decodes: logits alone
+        assert results[case]["step_aliased"] >= results[case]["pool"]
 
     def test_checkpoints_are_read_into_parts(self, results, case):
         assert results[case]["read"]
