@@ -12,9 +12,20 @@ import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from endpoint.metrics import Metrics
-from endpoint.protocol import Answer, BadRequestError, ChatRequest, Finish, Usage, check, error_body, messages_of
+from endpoint.protocol import (
+    Answer,
+    BadRequestError,
+    ChatRequest,
+    Finish,
+    Usage,
+    check,
+    error_body,
+    messages_of,
+    refuse_unrendered,
+)
 from endpoint.served_model import ServedModel
 from endpoint.serving_loop import Call, ServingLoop
 from endpoint.stop_texts import StopTexts
@@ -167,6 +178,11 @@ def create_app(endpoint: Endpoint) -> FastAPI:
         param = ".".join(str(part) for part in first["loc"][1:]) or None
         return JSONResponse(error_body(f"{param or 'body'}: {first['msg']}", param), 400)
 
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+        message = f"{error.detail}; here are POST /v1/chat/completions and GET /v1/models, /health, /metrics"
+        return JSONResponse(error_body(message, status=error.status_code), error.status_code, error.headers)
+
     @app.get("/health")
     async def health() -> JSONResponse:
         return JSONResponse({"status": "ok" if endpoint.loop.alive else "dead"}, 200 if endpoint.loop.alive else 503)
@@ -228,6 +244,7 @@ def _begin(endpoint: Endpoint, request: ChatRequest, http: Request) -> Generatio
         )
     try:
         prompt = endpoint.served.tokenizer.encode_chat(messages_of(request), request.tools)
+        refuse_unrendered(endpoint.served.tokenizer, request, prompt)
     except ValueError as error:
         if isinstance(error, BadRequestError):
             raise

@@ -8,7 +8,11 @@ import time
 import uuid
 from typing import Any, Literal
 
+import numpy as np
+from jaxtyping import Int32
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from models.tokenizer import Tokenizer
 
 
 class BadRequestError(ValueError):
@@ -20,12 +24,13 @@ class BadRequestError(ValueError):
 
     def body(self) -> dict[str, Any]:
         """The error object clients expect."""
-        return error_body(str(self), self.param, self.code)
+        return error_body(str(self), self.param, self.code, self.status)
 
 
-def error_body(message: str, param: str | None = None, code: str | None = None, kind: str = "") -> dict[str, Any]:
+def error_body(message: str, param: str | None = None, code: str | None = None, status: int = 400) -> dict[str, Any]:
     """``{"error": ...}`` as clients expect it."""
-    return {"error": {"message": message, "type": kind or "invalid_request_error", "param": param, "code": code}}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class StreamOptions(BaseModel):
@@ -110,6 +115,26 @@ def check(request: ChatRequest) -> None:
         raise BadRequestError(f"{name}={value!r} is not supported here; leave it out", name, "unsupported_parameter")
     if request.n != 1:
         raise BadRequestError(f"n={request.n}: one answer a request is given; ask again for more", "n")
+
+
+def refuse_unrendered(tokenizer: Tokenizer, request: ChatRequest, prompt: Int32[np.ndarray, " T"]) -> None:
+    """Refuses tools and calls of them that the model's chat template passes over: the ``prompt`` is the same without.
+
+    Raises:
+      BadRequestError: naming the field.
+    """
+    messages = messages_of(request)
+    plain = [{name: value for name, value in message.items() if name != "tool_calls"} for message in messages]
+    for field, given, without in (
+        ("tools", bool(request.tools), (messages, None)),
+        ("messages.tool_calls", any(message.get("tool_calls") for message in messages), (plain, request.tools)),
+    ):
+        if given and np.array_equal(prompt, tokenizer.encode_chat(*without)):
+            raise BadRequestError(
+                f"{field}: the chat template of {request.model} renders none; write them into a message's content",
+                field,
+                "unsupported_parameter",
+            )
 
 
 def messages_of(request: ChatRequest) -> list[dict[str, Any]]:

@@ -128,6 +128,7 @@ def test_what_cannot_be_served_is_told():
             answer = await asked
             assert answer.status_code == status
             assert words in answer.json()["error"]["message"]
+            assert answer.json()["error"]["type"] == ("server_error" if status >= 500 else "invalid_request_error")
         long = await client.post(
             "/v1/chat/completions", json=ASK | {"messages": [{"role": "user", "content": "x" * 21}]}
         )
@@ -135,6 +136,14 @@ def test_what_cannot_be_served_is_told():
         broken = await client.post("/v1/chat/completions", content="{", headers={"content-type": "application/json"})
         assert broken.status_code == 400
         assert "body: no JSON" in broken.json()["error"]["message"]
+        used = [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}, *ASK["messages"]]
+        for field, changes in (("tools", {"tools": [{"name": "f"}]}), ("messages.tool_calls", {"messages": used})):
+            dropped = await client.post("/v1/chat/completions", json=ASK | changes)
+            assert dropped.status_code == 400
+            assert dropped.json()["error"]["message"].startswith(f"{field}: the chat template of m renders none")
+        nowhere = await client.get("/v1/completions")
+        assert nowhere.status_code == 404
+        assert "POST /v1/chat/completions" in nowhere.json()["error"]["message"]
         assert not loop.calls
         assert (await client.get("/health")).status_code == 200
         loop.alive = False
