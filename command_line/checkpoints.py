@@ -67,19 +67,22 @@ def memory_plan(name: str, *, dtype: str, row_dtype: str, memory_gib: float, tok
     return plan
 
 
-def mesh_plan(name: str, mesh: str, *, dtype: str, memory_gib: float) -> dict[str, Any]:
+def mesh_plan(name: str, mesh: str, *, dtype: str, row_dtype: str, memory_gib: float) -> dict[str, Any]:
     """What a model takes on devices arranged along named axes, such as ``tensor=8,expert=4``.
 
     Raises:
-      InputError: for axes that are no such list or do not divide the model, or without a device's memory.
+      InputError: for axes that are no such list or do not divide the model, rows in eight bits, or without a device's
+        memory.
     """
+    if row_dtype == "int8":
+        raise InputError("row_dtype=int8: rows in eight bits have scales, which no mesh is planned with; use bfloat16")
     if memory_gib <= 0:
         raise InputError(f"mesh={mesh}: --memory_gib is missing, the memory of one device")
     folder = next((path for path in (Path(name), pretrained.FOLDER / name) if (path / "config.json").is_file()), None)
     source = name if folder is None else json.loads((folder / "config.json").read_text())
     try:
         axes = {axis: int(count) for axis, count in (part.split("=") for part in mesh.split(","))}
-        plan = device_plan(source, axes, memory_bytes=int(memory_gib * 2**30), dtype=dtype)
+        plan = device_plan(source, axes, memory_bytes=int(memory_gib * 2**30), dtype=dtype, row_dtype=row_dtype)
     except ValueError as error:
         raise InputError(f"mesh={mesh}: {error}; give axes as tensor=8,expert=4") from error
     return {"mesh": axes, **dataclasses.asdict(plan)}
@@ -127,7 +130,7 @@ def _plan(arguments: list[str], values: flags.FlagValues) -> int:
     sizes = {"dtype": values.dtype, "row_dtype": values.row_dtype or values.dtype}
     plan = memory_plan(name, memory_gib=values.memory_gib, tokens=values.tokens, **sizes)
     if values.mesh:
-        plan |= mesh_plan(name, values.mesh, dtype=values.dtype, memory_gib=values.memory_gib)
+        plan |= mesh_plan(name, values.mesh, memory_gib=values.memory_gib, **sizes)
     if values.json:
         print_json(plan)
         return DONE

@@ -42,6 +42,7 @@ def device_plan(
     *,
     memory_bytes: int,
     dtype: Any = jnp.bfloat16,
+    row_dtype: Any = None,
     reserve: float = 0.1,
 ) -> DevicePlan:
     """Plans a preset or a ``config.json`` on a mesh of named axes.
@@ -50,7 +51,7 @@ def device_plan(
       source: a preset's name or a ``config.json`` mapping.
       mesh_shape: devices along ``tensor``, ``expert``, ``sequence`` and ``data``; absent ones are 1.
       memory_bytes: of one device.
-      dtype: of weights and rows.
+      dtype: of weights, and of rows unless ``row_dtype`` says another.
       reserve: share of memory left for activations and temporaries.
 
     Raises:
@@ -70,7 +71,7 @@ def device_plan(
             mesh_shape[axis] for over in spec if over for axis in ((over,) if isinstance(over, str) else over)
         )
         total, per_device = total + size, per_device + size // split
-    row_bytes = _row_bytes(family.row_format(config), mesh_shape, jnp.dtype(dtype).itemsize)
+    row_bytes = _row_bytes(family.row_format(config), mesh_shape, jnp.dtype(row_dtype or dtype).itemsize)
     room = int(memory_bytes * (1 - reserve)) - per_device
     pools = mesh_shape.get(SEQUENCE, 1) * mesh_shape.get(DATA, 1)
     return DevicePlan(

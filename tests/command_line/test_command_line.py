@@ -61,6 +61,7 @@ def test_help_has_examples_of_the_flags_there_are(name, capsys):
         (["models", "plan", "gpt-9"], "known: deepseek-r1"),
         (["models", "plan", "deepseek-v3", "--mesh=tensor=8"], "--memory_gib is missing"),
         (["models", "plan", "deepseek-v3", "--mesh=tensor", "--memory_gib=9"], "give axes as tensor=8"),
+        (["models", "plan", "deepseek-v3", "--mesh=tensor=8", "--row_dtype=int8"], "which no mesh is planned with"),
         (["models", "convert", "irminsul-mini-gqa"], "--out=DIR is missing"),
         (["cache", "stats", "file:///nowhere/to/be/found/"], "holds no cache"),
         (["cache", "forget", "file:///nowhere/"], "--model, --namespace and --text are needed"),
