@@ -76,9 +76,10 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
             "behind that; the largest difference from one device's, over their deviation; for `one device` that of its "
             "own computed in other blocks. `rms difference`: of what is timed, the root of the mean square over the "
             "deviation.",
-            "The checkpoint has the published layout and, unless `filled`, zeros in files without a block on disk. It "
-            "is read plainly and loaded by as many readers, both from a cold page cache, then loaded once more "
-            "(`again`). Peaks of memory are beyond the level before, over the largest tensor: `private` and `shared` "
+            "The checkpoint has the published layout and, unless `filled`, zeros in files without a block on disk. As "
+            "many readers as the loader has read it plainly (`plain read`: through a cold page cache, `warm`: from it, "
+            "`past cache`: as the loader does what is not in it; the faster of two). It is loaded cold, once more with "
+            "all programs compiled (`again`), and from a `warm` page cache. Peaks of memory are beyond the level before, over the largest tensor: `private` and `shared` "
             "pages, both (`held`), pages of mapped `files`, all (`resident`), and what the whole machine holds beside "
             "files (`machine`).",
             f"{settings['processes']} processes, found through SLURM's variables: each has four virtual devices if "
@@ -112,7 +113,7 @@ def _title(rows: Rows) -> str:
     if "load_gb_per_second" in found:
         parts.append(
             f"a checkpoint of {found['checkpoint_gb']:.1f} GB loads into parts at {found['load_gb_per_second']:.1f} "
-            f"GB/s, {found['load_over_plain_read']:.2f} of plain reading"
+            f"GB/s, {found['load_over_plain_read']:.2f} of reading plainly through a cold page cache"
         )
     text = "; ".join(parts or ["tokens a second of one device and of several"])
     return text[0].upper() + text[1:]
