@@ -79,9 +79,9 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
             "The checkpoint has the published layout and, unless `filled`, zeros in files without a block on disk. As "
             "many readers as the loader has read it plainly (`plain read`: through a cold page cache, `warm`: from it, "
             "`past cache`: as the loader does what is not in it; the faster of two). It is loaded cold, once more with "
-            "all programs compiled (`again`), and from a `warm` page cache. Peaks of memory are beyond the level before, over the largest tensor: `private` and `shared` "
-            "pages, both (`held`), pages of mapped `files`, all (`resident`), and what the whole machine holds beside "
-            "files (`machine`).",
+            "all programs compiled (`again`), and from a `warm` page cache. Peaks of memory are beyond the level "
+            "before, over the largest tensor: `private` and `shared` pages, both (`held`), pages of mapped `files`, "
+            "all (`resident`), and what the whole machine holds beside files (`machine`).",
             f"{settings['processes']} processes, found through SLURM's variables: each has four virtual devices if "
             "they are CPUs, otherwise one, and reads its parts of a small published checkpoint.",
         ],
