@@ -22,7 +22,7 @@ from irminsul.content import PromptContent, extend_content, read_content
 from irminsul.placement import FreshPage, Placement, assign, place
 from irminsul.plan import Readable, ReusePlan, Span, plan_prompt
 from irminsul.policies import Policy, get_policy
-from irminsul.prompt_checks import check_prompt, check_storage
+from irminsul.prompt_checks import as_token_ids, check_prompt, check_storage, check_token_ids
 from irminsul.repair import lend, privatise, with_repairs
 from irminsul.sources import isolated_spans, readable, sources_of
 from pallas_kernels.mesh_axes import EXPERT, SEQUENCE, TENSOR, split_axes
@@ -255,10 +255,18 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
 
     Raises:
       ConsumedError: if the cache was taken over by a later step.
-      ValueError: if the request has ended, or is none of this cache.
+      ValueError: if the request has ended, or is none of this cache; for more generated tokens than rows were reserved
+        for, or what is no token.
     """
     cache.require_alive()
-    tree = cache.tree
+    tree, written = cache.tree, as_token_ids("generated", np.zeros(0, np.int32) if generated is None else generated)
+    if written.size:
+        check_token_ids(written, None)
+    if written.size > len(request.slots):
+        raise ValueError(
+            f"generated holds {written.size} tokens and new_tokens={len(request.slots)} rows were reserved by prefill; "
+            "give the tokens whose rows decoding wrote"
+        )
     if not (cache.in_flight[request.held] > 0).all():
         raise ValueError("request is not in flight in this cache: it has ended, or was prefilled in another one")
     cache.in_flight[request.held] -= 1
@@ -269,8 +277,8 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
             page_tree.release(tree, page)
         return cache
     content: PromptContent = request.plan.content
-    if generated is not None and len(generated):
-        content = extend_content(content, np.asarray(generated, np.int32), cache.config.chunking, request.key)
+    if written.size:
+        content = extend_content(content, written.astype(np.int32), cache.config.chunking, request.key)
     tree.last_used[request.pages] = cache.clock
     cache.provenance.extend(request.clock, content.tokens[request.plan.length :])
     finish(cache, request.plan, content, request.fresh, request.pages, bitwise=request.policy.bitwise)

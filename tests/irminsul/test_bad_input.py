@@ -214,6 +214,20 @@ def test_generation(short_model, cache, options, match):
         assert not batcher.busy
 
 
+@pytest.mark.parametrize(
+    ("generated", "match"),
+    [
+        (np.arange(4), "generated holds 4 tokens and new_tokens=3 rows were reserved by prefill"),
+        (np.array([1.5]), "generated has dtype float64"),
+        (np.array([2**32 + 1]), f"the id {2**32 + 1}, outside"),
+    ],
+)
+def test_ending_a_request_with_rows_that_nobody_wrote(config, generated, match):
+    result = prefill(None, new_cache(config), random_tokens(1, 50), new_tokens=3)
+    assert_refused(result.cache, ValueError, match, lambda: complete(result.cache, result.request, generated))
+    complete(result.cache, result.request, np.arange(3))
+
+
 def test_publishing_nothing(short_model, cache):
     engine = Engine(short_model, cache, get_policy("irminsul"), "fast")
     nothing = np.zeros(0, np.int32)
