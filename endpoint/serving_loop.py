@@ -130,7 +130,7 @@ class ServingLoop:
         running = sum(slot is not None for slot in batcher.slots)
         levels: dict[str, float] = {
             "running": running,
-            "queued": len(batcher.waiting),
+            "queued": len(batcher.line.waiting),
             "prefilling": int(batcher.prefilling is not None),
         }
         return {

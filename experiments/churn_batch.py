@@ -251,7 +251,7 @@ def _forget(churn: "Churn", batch: WatchedBatcher, rng: np.random.Generator) -> 
         except ValueError:
             churn.counts["forgets_put_off"] += 1
             return
-    for number in list(batch.waiting):
+    for number in list(batch.line.waiting):
         if any(block.secret == bit for block in batch.asks[number].blocks):
             batch.cancel(number)
 

@@ -13,17 +13,14 @@ they share a block. Where there is a store, it reads for those in line while oth
 """
 
 import dataclasses
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
-from irminsul.batch_reading import LineReader
+from irminsul.batch_line import Line
 from irminsul.batch_state import Prefilling, Running, decode_batch
 from irminsul.blocks import Mode, blocks_for, cost_model
 from irminsul.cache import CacheConfig, ContentCache, new_cache
@@ -35,8 +32,6 @@ from irminsul.decode import PageTableWriter, decode_step, sample_step
 from irminsul.forget import Forgotten, require_forgettable
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import (
-    Admission,
-    admit,
     complete,
     keep_nothing,
     kept_if_finite,
@@ -44,17 +39,15 @@ from irminsul.prefill import (
     share_prompt,
 )
 from irminsul.prompt_checks import check_prompt, check_storage
-from irminsul.publish import ALONE, end_isolated, isolated_sequences, publish
+from irminsul.publish import end_isolated, publish
 from irminsul.rope import check_rotation
 from irminsul.sampling import check_sampling
-from irminsul.sources import canonical_sink, isolated_key, isolated_path
+from irminsul.sources import canonical_sink
 from irminsul.store import Store
 from irminsul.ticket import Ticket, sampling_of
 from irminsul.tiers import end_request, forget_everywhere, open_store
 from irminsul.together import check_sharing, fits, pack_together, run_together
 from pallas_kernels.mesh_axes import SEQUENCE, TENSOR, split_axes
-
-READ_AHEAD = 4  # requests in line for which a store reads
 
 
 @dataclasses.dataclass
@@ -69,11 +62,12 @@ class Batcher:
       store: tiers below the pool.
       counters: what has been served so far.
       tickets: every request by number, until ``take`` hands it out.
-      ahead: what is still to be computed behind the sink for the first in line; None before it was looked at.
+      line: those that wait.
+      prefilling: whose prompt is being computed.
       blocked: the first in line waits for pages, and nobody has given any back since.
       together, segment: so many prompts share a block where each leaves at most ``segment`` tokens to compute.
       sharing: those of the next such block; empty between steps.
-      line: what the store reads for those in line.
+      decoded: the logits of the last decode step, by slot.
     """
 
     model: Any
@@ -86,19 +80,17 @@ class Batcher:
     store: Store | None = None
     counters: Counters = dataclasses.field(default_factory=no_counts)
     tickets: dict[int, Ticket] = dataclasses.field(default_factory=dict)
-    waiting: deque[int] = dataclasses.field(default_factory=deque)
     prefilling: Prefilling | None = None
-    ahead: deque[np.ndarray] | None = None
     blocked: bool = False
     submitted: int = 0
     together: int = 1
     segment: int = 512
     sharing: list[Prefilling] = dataclasses.field(default_factory=list)
-    line: LineReader | None = dataclasses.field(default=None, init=False)
+    decoded: Float[jax.Array, "B V"] | None = None
+    line: Line = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        if self.store is not None:
-            self.line = LineReader(self.store, self.model, self.policy, self.mode)
+        self.line = Line(self.policy, self.mode, self.tickets, self.store)
 
     @classmethod
     def create(
@@ -183,13 +175,13 @@ class Batcher:
         self.tickets[number] = Ticket(
             tokens, namespace, adapter, shared, max_new_tokens, stop_tokens, temperature, top_p, seed, on_token, choose
         )
-        self.waiting.append(number)
+        self.line.waiting.append(number)
         return number
 
     @property
     def busy(self) -> bool:
         """Whether a request has not ended."""
-        return bool(self.waiting) or self.prefilling is not None or any(self.slots)
+        return bool(self.line.waiting) or self.prefilling is not None or any(self.slots)
 
     def step(self) -> dict[int, int]:
         """One token of each running request and the next piece of one prompt; returns the tokens by request."""
@@ -202,9 +194,7 @@ class Batcher:
             self._prefill_shared()
         elif self.prefilling is not None:
             self._prefill_piece(self.prefilling)
-        if self.line is not None:  # while the device computes
-            waiting = islice(self.waiting, READ_AHEAD)
-            self.line.start(self.cache, [(number, self.tickets[number]) for number in waiting])
+        self.line.start_reading(self.model, self.cache)  # while the device computes
         return emitted
 
     def run(self) -> None:
@@ -236,11 +226,8 @@ class Batcher:
             request = self.prefilling.admission.request
             self.cache = complete(self.cache, keep_nothing(request))  # rows that were never computed
             self.prefilling = None
-        if number in self.waiting:
-            self.ahead = self.ahead if number != self.waiting[0] else None
-            self.waiting.remove(number)
-            if self.line is not None:
-                self.line.reading.pop(number, None)
+        if number in self.line.waiting:
+            self.line.leave(number)
         for slot, running in enumerate(self.slots):
             if running is not None and running.number == number:
                 self._release(slot)
@@ -272,8 +259,7 @@ class Batcher:
         """
         self._require_unsaid(what, namespace)
         self.cache, forgotten = forget_everywhere(self.store, self.cache, what, namespace=namespace)
-        if self.line is not None:
-            self.line.reading.clear()  # pages that have been read may have gone
+        self.line.reading.clear()  # pages that have been read may have gone
         self.blocked = False
         return forgotten
 
@@ -298,38 +284,26 @@ class Batcher:
         One prompt at a time, or those of one block and the next: a plan may follow the tree into pages whose rows are
         not computed yet.
         """
-        if not self.waiting or self.slots.count(None) <= len(self.sharing) or self.blocked:
+        if not self.line.waiting or self.slots.count(None) <= len(self.sharing) or self.blocked:
             return
-        others = any(self.slots) or bool(self.sharing)
-        number = self.waiting[0]
-        ticket = self.tickets[number]
-        if ticket.status == "queued":
-            ticket.mark("queue_ms")
-        if self.line is not None and not self.ahead:
-            cache = self.line.bring(self.cache, number, ticket, others=others)
-            if cache is None:
-                return
-            self.cache = cache
+        others, number = any(self.slots) or bool(self.sharing), self.line.waiting[0]
+        if "queue_ms" not in self.tickets[number].timings:
+            self.tickets[number].mark("queue_ms")
+        cache = self.line.bring(self.model, self.cache, others=others)
+        if cache is None:
+            return
+        self.cache = cache
         try:
-            admission = self._admit_ahead(ticket)
-            ahead = admission is not None
-            if admission is None:
-                admission = self._admit_prompt(ticket)
+            self.prefilling = self.line.admit(self.model, cache, others=others)
         except PoolTooSmallError as error:
             self.blocked = others
             if not self.blocked:  # nobody whose pages could come free
                 self.counters += one_refused()
-                self._leave_line()
-                ticket.end("refused", str(error))
+                self.line.leave(number).end("refused", str(error))
             return
-        self.cache = admission.cache
-        ticket.status = "prefilling"
-        self.prefilling = Prefilling(number, admission, ahead)
-        if not ahead:
-            self._leave_line()
-            ticket.bins, ticket.bin_of_token = admission.request.plan.bins, admission.request.plan.bin_of_token
-            ticket.request = admission.request.clock
-            self.counters += of_request(admission.request)
+        self.cache = self.prefilling.admission.cache
+        if not self.prefilling.ahead:
+            self.counters += of_request(self.prefilling.admission.request)
 
     def _admit_neighbours(self) -> None:
         """Admits those in line as long as they fit into the block of the prompt that was just admitted. One that does
@@ -342,46 +316,6 @@ class Batcher:
             if len(self.sharing) == self.together:
                 return
             self._admit()
-
-    def _leave_line(self) -> None:
-        self.waiting.popleft()
-        self.ahead = None
-
-    def _admit_prompt(self, ticket: Ticket) -> Admission:
-        started = time.perf_counter()
-        admission = admit(
-            self.model, self.cache, ticket.prompt, self.policy, namespace=ticket.namespace, adapter=ticket.adapter,
-            mode=self.mode, new_tokens=ticket.max_new_tokens, shared=ticket.shared,
-        )  # fmt: skip
-        ticket.spend("plan_ms", started)
-        return admission
-
-    def _admit_ahead(self, ticket: Ticket) -> Admission | None:
-        """The next chunk of a prompt to be computed behind the sink, if its policy serves such rows and one is missing.
-
-        Raises:
-          PoolTooSmallError: if there is no room as long as others are served. Alone, the rest is left out.
-        """
-        policy = self.policy
-        who: dict[str, Any] = {"namespace": ticket.namespace, "adapter": ticket.adapter, "mode": self.mode}
-        if policy.provenance != "isolated" or policy.shifted != "serve":
-            return None
-        key = isolated_key(self.cache, self.model, **who)
-        if self.ahead is None:
-            self.ahead = deque(isolated_sequences(self.model, self.cache, ticket.prompt, policy, key))
-        while self.ahead:
-            if not isolated_path(self.cache, key, self.ahead[0], policy):
-                try:
-                    admission = admit(self.model, self.cache, self.ahead[0], ALONE, context="isolated", **who)
-                except PoolTooSmallError:
-                    if any(self.slots) or self.sharing:
-                        raise
-                    self.ahead.clear()
-                    break
-                self.ahead.popleft()
-                return admission
-            self.ahead.popleft()
-        return None
 
     def _prefill_piece(self, prefilling: Prefilling) -> None:
         """Computes the next tokens of a prompt; behind the last the request takes a slot."""
@@ -494,7 +428,7 @@ class Batcher:
         drawn, logits, pool = decode_step(
             self.model, self.cache.pool, batch, sampling_of(tickets), storage=self.cache.config.storage
         )
-        self.cache = dataclasses.replace(self.cache, pool=pool)
+        self.cache, self.decoded = dataclasses.replace(self.cache, pool=pool), logits
         drawn = np.asarray(drawn)
         wanted = self.keep_logits or any(ticket is not None and ticket.choose is not None for ticket in tickets)
         kept = np.asarray(logits) if wanted else np.zeros((len(tickets), 0), np.float32)
@@ -503,8 +437,11 @@ class Batcher:
                 self._propose(slot, running, int(drawn[slot]), kept[slot])
 
     def _release(self, slot: int) -> None:
-        """Empties a slot and keeps the rows of who was in it."""
-        running = self.slots[slot]
+        """Empties a slot and keeps the rows of who was in it: of an answer that went wrong, those of its prompt."""
+        running, written = self.slots[slot], []
         assert running is not None
+        # The last logits have seen every row of the answer.
+        if running.written and self.decoded is not None and np.isfinite(np.max(np.asarray(self.decoded[slot]))):
+            written = running.written
         self.slots[slot], self.blocked = None, False
-        self.cache = end_request(self.store, self.cache, running.request, np.asarray(running.written, np.int32))
+        self.cache = end_request(self.store, self.cache, running.request, np.asarray(written, np.int32))

@@ -232,12 +232,27 @@ def test_a_prompt_that_went_wrong_is_kept_by_nobody(batcher):
     assert found == [(0, False), (0, False), (0, True), (89, True)]
 
 
+def test_an_answer_that_went_wrong_is_kept_by_nobody(batcher):
+    """NaN behind the prompt alone: the prompt's rows stay, those of the answer go."""
+    prompt, found = random_tokens(31, 90), []
+    for change in (lambda x: x * jnp.nan, lambda x: x):
+        batch = batcher(CONFIG, "prefix")
+        sound, other = batch.model, jax.tree.map(change, batch.model)
+        number = batch.submit(prompt, max_new_tokens=3, on_token=lambda _, b=batch, m=other: setattr(b, "model", m))
+        batch.run()
+        tokens, batch.model = batch.take(number).tokens, sound
+        again = batch.submit(np.concatenate([prompt, tokens]))
+        batch.run()
+        found.append(batch.take(again).bins["exact"])
+    assert found == [90, 92]
+
+
 def test_a_request_waits_for_pages_and_is_refused_only_alone(batcher):
     batch, waited = batcher(TIGHT), False
     numbers = [batch.submit(random_tokens(seed, 290), namespace=str(seed), max_new_tokens=5) for seed in range(3)]
-    while batch.waiting or batch.prefilling or any(batch.slots):
+    while batch.line.waiting or batch.prefilling or any(batch.slots):
         batch.step()
-        waited |= bool(batch.waiting) and None in batch.slots and batch.prefilling is None
+        waited |= bool(batch.line.waiting) and None in batch.slots and batch.prefilling is None
     assert waited
     assert [batch.tickets[number].status for number in numbers] == ["done"] * 3
     tiny = batcher(dataclasses.replace(CONFIG, num_pages=7))

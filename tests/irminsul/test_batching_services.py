@@ -1,12 +1,13 @@
 """What a server asks of a batch beyond answers: tiers below it, isolated rows, hooks, forgetting, early sharing."""
 
 import threading
+from collections import deque
 
 import numpy as np
 import pytest
 
-from irminsul import batching
-from irminsul.batch_reading import LineReader
+from irminsul import batch_line
+from irminsul.batch_line import Line
 from irminsul.batching import Batcher
 from irminsul.cache import CacheConfig, new_cache, next_step
 from irminsul.engine import Engine
@@ -180,13 +181,13 @@ def test_what_is_brought_is_what_was_just_looked_at():
     old, new = Turning(1), Turning(0)
     store, cache = Looks(old, new), new_cache(CONFIG)
     ticket = Ticket(PROMPT, "a", "", (), 1, (), 0.0, 1.0, 0, None, None)
-    reader = LineReader(store, None, get_policy("irminsul"), "deterministic")
-    reader.start(cache, [(0, ticket)])
-    assert reader.reading[0] is old
-    assert reader.bring(cache, 0, ticket, others=True) is None
-    assert reader.bring(cache, 0, ticket, others=True) is cache
+    line = Line(get_policy("irminsul"), "deterministic", {0: ticket}, store, deque([0]))
+    line.start_reading(None, cache)
+    assert line.reading[0] is old
+    assert line.bring(None, cache, others=True) is None
+    assert line.bring(None, cache, others=True) is cache
     assert store.brought == [new]
-    assert not reader.reading
+    assert not line.reading
     with Store(memory_store(), None, CONFIG) as real:
         ahead = real.look_ahead(cache, Sources(b""), PROMPT[:0], get_policy("irminsul"))
         later = next_step(cache, donate=False)
@@ -300,13 +301,13 @@ def test_forgetting_waits_for_who_is_served_and_reaches_the_store(batcher, model
 
 
 def test_who_waits_for_pages_is_planned_again_only_when_some_came_free(batcher, monkeypatch):
-    planned, admit = [], batching.admit
+    planned, admit = [], batch_line.admit
 
     def counted(*args, **options):
         planned.append(1)
         return admit(*args, **options)
 
-    monkeypatch.setattr(batching, "admit", counted)
+    monkeypatch.setattr(batch_line, "admit", counted)
     config = CacheConfig(num_pages=31, page_size=13, max_prompt_tokens=293, max_new_tokens=11, chunking=SMALL_CHUNKS)
     batch = batcher(config=config)
     first = batch.submit(PROMPT, max_new_tokens=11, namespace="a")
