@@ -124,7 +124,8 @@ def serve_unit(config: str, model: str, task: str, start: int) -> list[dict[str,
     items = _items(settings, chosen, task, indexes)
     if not items:
         return []
-    lanes = [lane(name) for name in listed(settings.policies)]
+    sink = question_items.text_sink(chosen).tolist()
+    lanes = [lane(name, sink) for name in listed(settings.policies)]
     lanes = [lane("full"), *[other for other in lanes if other.name != "full"]]
     precision = "highest" if settings.dtype == "float32" else None
     size = min(settings.batch, settings.samples)
@@ -192,7 +193,7 @@ class Server:
         )
         self.asked = [item.asked for item in items]
         self.steps = config.new_tokens if items[0].wanted else 0
-        self.caches: dict[bool, list[ContentCache]] = {}
+        self.caches: dict[tuple[bool, tuple[int, ...]], list[ContentCache]] = {}
         self.deviations: dict[tuple[Callable[..., Any], int], list[Float[np.ndarray, " T"]]] = {}
 
     def rows(self, lanes: Sequence[Lane], count: int) -> list[dict[str, Any]]:
@@ -247,7 +248,7 @@ class Server:
 
     def cached(self, each: Lane) -> list[ContentCache]:
         """The caches a policy reads, made when they are first asked for."""
-        if each.isolated not in self.caches:
+        if each.stored not in self.caches:
             empty = [new_cache(self.cache_config, self.model.row_format) for _ in self.items]
             if each.isolated:
                 prompts = [asked.prompt for asked in self.asked]
@@ -256,8 +257,8 @@ class Server:
                 filled = remember(
                     self.model, empty, [list(item.earlier()) for item in self.items], mode=self.config.mode
                 )
-            self.caches[each.isolated] = filled
-        return self.caches[each.isolated]
+            self.caches[each.stored] = filled
+        return self.caches[each.stored]
 
     def first_token_ms(self, each: Lane, index: int) -> float:
         """Milliseconds from an item's tokens to the logits behind them, served alone, programs compiled."""

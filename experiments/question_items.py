@@ -6,6 +6,7 @@ nq             Natural Questions, the gold passage among four distractors from a
 nq_one         the same behind one distractor, which leaves a small model more right answers to lose
 nq_one_alone   the prompts of ``nq_one``, each passage cached alone, from position 0 on
 nq_one_sink    the prompts of ``nq_one``, each passage cached behind the canonical sink alone (``irminsul.sources``)
+nq_one_text    the prompts of ``nq_one``, each passage cached behind a sink of ordinary text alone (``text_sink``)
 hotpotqa       HotpotQA, gold passages among three distractors
 musique        MuSiQue, gold passages among three distractors
 musique_rag    MuSiQue over ten passages of about 512 tokens, as CacheBlend uses it
@@ -34,7 +35,7 @@ from experiments.subjects import Subject
 from irminsul.policies import get_policy
 from irminsul.sources import canonical_sink
 
-CACHED_ALONE = ("nq_one_alone", "nq_one_sink")
+CACHED_ALONE = ("nq_one_alone", "nq_one_sink", "nq_one_text")
 TASKS = ("nq", "nq_one", *CACHED_ALONE, "hotpotqa", "musique", "musique_rag", "key_value", "gov_report")
 LINES = (".jsonl", ".jsonl.gz")
 MUSIQUE_RAG = "musique_rag_10x512tok_cacheblend_50.jsonl.gz"
@@ -42,6 +43,10 @@ KEY_VALUE = "kv_retrieval_75keys_30.jsonl.gz"
 NQ_DISTRACTORS = 4
 CHUNK_TOKENS = 512  # of long texts that do not come in passages
 RECORDS = 15  # key-value pairs a passage
+SINK_TEXT = (
+    "This is a passage that was kept from an earlier conversation. It may help to answer what is asked below, "
+    "or it may have nothing to do with it at all.\n\n"
+)
 
 Passages = tuple[list[str], str, tuple[str, ...], bool]  # passages, question, right answers, answers anywhere
 
@@ -170,7 +175,7 @@ def _item(task: str, asked: list[Passages], index: int, chosen: Subject, folder:
     chunks = tuple(chosen.encode(text) for text in passages)
     if task in CACHED_ALONE:
         earlier = (beginning, *chunks)
-        contexts = [_nothing(chosen, task == "nq_one_sink" and at > 0) for at in range(len(earlier))]
+        contexts = [np.zeros(0, np.int32), *[_alone(task, chosen)] * len(chunks)]
     else:
         earlier = chunks
         others = [asked[at][0] for at in rng.permutation(len(asked)) if at != index] or [passages[::-1]]
@@ -194,9 +199,18 @@ def _item(task: str, asked: list[Passages], index: int, chosen: Subject, folder:
 LAST_BEFORE = 200  # tokens of the passage that stood before
 
 
-def _nothing(chosen: Subject, sink: bool) -> Int32[np.ndarray, " W"]:
+def _alone(task: str, chosen: Subject) -> Int32[np.ndarray, " W"]:
     """What a passage cached alone stands behind."""
-    return canonical_sink(chosen.model, get_policy("irminsul")) if sink else np.zeros(0, np.int32)
+    if task == "nq_one_text":
+        return text_sink(chosen)
+    return canonical_sink(chosen.model, get_policy("irminsul")) if task == "nq_one_sink" else np.zeros(0, np.int32)
+
+
+def text_sink(chosen: Subject) -> Int32[np.ndarray, " W"]:
+    """A sink that says nothing in ordinary text, as long as the carve-out at least."""
+    text, shortest = chosen.encode(SINK_TEXT), get_policy("irminsul").sink_tokens
+    tokens = np.tile(text, max(1, -(-shortest // max(1, len(text)))))
+    return tokens if chosen.bos is None else np.concatenate([[chosen.bos], tokens]).astype(np.int32)
 
 
 def _begin(chosen: Subject) -> Int32[np.ndarray, " P"]:

@@ -245,16 +245,19 @@ def test_the_same_prompts_behind_passages_cached_alone_behind_the_sink_or_behind
         with gzip.open(tmp_path / name, "wt", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
     chosen = Subject("tiny", None, encode, False, bos=planter.bos)
-    behind, alone, sink = (
+    behind, alone, sink, text = (
         question_items.items(task, tmp_path, chosen, range(3), 4096, 0)
         for task in ("nq_one", *question_items.CACHED_ALONE)
     )
-    for one, two, three in zip(behind, alone, sink, strict=True):
-        assert one.prompt.tolist() == two.prompt.tolist() == three.prompt.tolist()
+    kept = question_items.text_sink(chosen).tolist()
+    assert lane("isolated-text", kept).stored == (True, tuple(kept)) != lane("isolated").stored
+    for one, two, three, four in zip(behind, alone, sink, text, strict=True):
+        assert one.prompt.tolist() == two.prompt.tolist() == three.prompt.tolist() == four.prompt.tolist()
         begin, *passages = (earlier.tolist() for earlier in two.earlier())
         assert begin == one.prompt[: len(begin)].tolist() == question_items._begin(chosen).tolist()
         assert passages == [chunk.tolist() for chunk in one.chunks]
         assert [earlier.tolist() for earlier in three.earlier()] == [begin, *([0] * 32 + each for each in passages)]
+        assert [earlier.tolist() for earlier in four.earlier()] == [begin, *(kept + each for each in passages)]
         assert all(earlier.tolist()[: len(begin)] == begin for earlier in one.earlier())
         assert ["Lamp" in planter.tokenizer.decode(chunk) for chunk in one.chunks] == [False, True]
 
