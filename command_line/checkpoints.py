@@ -148,6 +148,8 @@ def _plan(arguments: list[str], values: flags.FlagValues) -> int:
             f"on {values.mesh}: {plan['parameter_bytes_per_device'] / 2**30:,.2f} GiB of weights a device, and "
             f"{plan['cache_tokens']:,} tokens beside them; a computed token sends {sent:,} bytes from each device"
         )
+    elif weights > values.memory_gib > 0:
+        print(f"{values.memory_gib:g} GiB do not hold the weights; name several devices by --mesh")
     elif "tokens_that_fit" in plan:
         print(f"{values.memory_gib:g} GiB hold the weights and {plan['tokens_that_fit']:,} tokens")
     return DONE
@@ -182,6 +184,8 @@ def _convert(arguments: list[str], values: flags.FlagValues) -> int:
     (name,) = exactly(arguments, "MODEL")
     if not values.out:
         raise InputError("--out=DIR is missing: where config.json and the converted weights go")
+    if values.rope_width % 2:  # what else may be wrong is known once the calibration has run
+        raise InputError(f"rope_width={values.rope_width} must be even")
     subject = subjects.subject(name)
     rope_width, rank = values.rope_width or None, values.rank or None
     try:
@@ -230,7 +234,9 @@ def _flags() -> flags.FlagValues:
     rows = "of cached rows; that of the weights if none is named"
     flags.DEFINE_enum("row_dtype", None, ROW_DTYPES, rows, flag_values=values)
     flags.DEFINE_integer("tokens", 100_000, "plan: tokens to keep", lower_bound=1, flag_values=values)
-    flags.DEFINE_float("memory_gib", 0.0, "plan: device memory; 0: do not say what fits", flag_values=values)
+    flags.DEFINE_float(
+        "memory_gib", 0.0, "plan: device memory; 0: do not say what fits", lower_bound=0.0, flag_values=values
+    )
     axes = "plan: devices along tensor, expert, sequence and data, such as tensor=8"
     flags.DEFINE_string("mesh", "", axes, flag_values=values)
     flags.DEFINE_string("out", "", "convert: folder of the converted checkpoint", flag_values=values)

@@ -14,9 +14,12 @@ from models.pretrained import TOKENIZER
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"prompt {path}: cannot be read ({error}); give a text file") from error
+    if not text:
+        raise InputError(f"prompt {path}: is empty; give a text file")
+    return text
 
 
 def _run(arguments: list[str], values: flags.FlagValues) -> int:

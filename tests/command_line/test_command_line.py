@@ -56,13 +56,16 @@ def test_help_has_examples_of_the_flags_there_are(name, capsys):
         (["run", "rotation", "--speed=9"], "Unknown command line flag 'speed'"),
         (["inspect", "one.txt"], "A B is expected"),
         (["inspect", "one.txt", "two.txt"], "one.txt: cannot be read"),
+        (["inspect", "/dev/null", "two.txt"], "/dev/null: is empty"),
         (["compare", "nowhere", "nowhere"], "holds no result.json"),
         (["models", "ponder"], "'ponder' is unknown; name one of list, plan"),
         (["models", "plan", "gpt-9"], "known: deepseek-r1"),
         (["models", "plan", "deepseek-v3", "--mesh=tensor=8"], "--memory_gib is missing"),
         (["models", "plan", "deepseek-v3", "--mesh=tensor", "--memory_gib=9"], "give axes as tensor=8"),
         (["models", "plan", "deepseek-v3", "--mesh=tensor=8", "--row_dtype=int8"], "which no mesh is planned with"),
+        (["models", "plan", "deepseek-v3", "--memory_gib=-1"], "memory_gib"),
         (["models", "convert", "irminsul-mini-gqa"], "--out=DIR is missing"),
+        (["models", "convert", "irminsul-mini-gqa", "--out=x", "--rope_width=7"], "rope_width=7 must be even"),
         (["cache", "stats", "file:///nowhere/to/be/found/"], "holds no cache"),
         (["cache", "forget", "file:///nowhere/"], "--model, --namespace and --text are needed"),
         (["chat", "hello"], "'hello' is not understood"),
@@ -76,6 +79,12 @@ def test_bad_input_is_one_sentence_with_code_2(arguments, sentence, capsys):
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     assert sentence in captured.err
+
+
+def test_a_plan_says_whether_the_weights_fit(capsys):
+    for memory, words in ((1000, "1000 GiB do not hold the weights"), (1400, "1400 GiB hold the weights and 2,")):
+        assert main(["models", "plan", "deepseek-v3", "--dtype=bfloat16", f"--memory_gib={memory}"]) == 0
+        assert words in capsys.readouterr().out
 
 
 def test_flags_of_one_call_are_not_those_of_the_next(capsys):
