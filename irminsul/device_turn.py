@@ -123,7 +123,7 @@ def turn(
     if model is not None:
         if carry.pool is None:
             raise ValueError("carry holds no pool (plan only); create the cache with the model's row_format")
-        batch = pack_batch(plan, placement, tokens, page_of, pages, table, served, tree.num_pages)
+        batch = pack_batch(placement, tokens, page_of, pages, table, served, tree.num_pages)
         logits, _, pool = compute_blocks(
             model, carry.pool, batch, blocks=blocks_for(model, mode), cost=cost_model(model), storage=config.storage,
             keep_hidden=False,
@@ -189,7 +189,6 @@ def _valid(
 
 
 def pack_batch(
-    plan: DevicePlan,
     placement: DevicePlacement,
     tokens: Int32[Array, " P"],
     page_of: Int32[Array, " P"],
