@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,15 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from models import families, sharding, slab_reader
+from models import sharding, slab_reader
 from models.checkpoint import check_tensors, is_published, read_published, saved_config
 from models.families import Family, Model, Tensor
 from models.safetensors_reader import Stored
 from models.slab_reader import SlabReader, slabs
 
 READERS = 8  # one thread reads and sends at a fraction of what a disk and the way to a device carry
-COMPILED_AT_ONCE = 2  # a compiler takes more memory than a slab, and eight of them more than any tensor
-ONE_THREAD = {"xla_gpu_force_compilation_parallelism": 1}  # or it takes a thread, and memory, for every core
+COMPILED_AT_ONCE = 4
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end along every axis
 
@@ -92,7 +92,7 @@ def read_sharded(
       As ``load_sharded``.
     """
     check_tensors(family, config, stored)
-    parts = jax.tree.map(_Parts, _empty(family, config, mesh, dtype))
+    parts = jax.tree.map(_Parts, sharding.abstract(family, config, mesh, dtype))
     tensors = _ordered(family.tensors(config), parts)
     sizes = [_nbytes(stored[tensor.name]) for tensor in tensors]
     pending: deque[tuple[int, Future[None]]] = deque()
@@ -101,13 +101,15 @@ def read_sharded(
     for _ in range(READERS):
         slab_readers.put(SlabReader())
 
+    def pieces(tensor: Tensor, array: np.ndarray) -> Iterator[_Piece]:
+        for (path, index), value in zip(tensor.parts, tensor.unpack(array), strict=True):
+            yield from _at(parts, path).pieces(index, value, programs)
+
     def set_tensor(tensor: Tensor) -> None:
         reader = slab_readers.get()
         try:
-            for (path, index), value in zip(
-                tensor.parts, tensor.unpack(np.asarray(stored[tensor.name].read())), strict=True
-            ):
-                _at(parts, path).set(index, value, reader, programs)
+            for piece in pieces(tensor, np.asarray(stored[tensor.name].read())):
+                piece.set(reader)
         finally:
             slab_readers.put(reader)
 
@@ -122,10 +124,14 @@ def read_sharded(
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as compilers, ThreadPoolExecutor(READERS) as threads:
         programs = _Programs(compilers)
-        for tensor in {tuple(path for path, _ in tensor.parts): tensor for tensor in reversed(tensors)}.values():
+        firsts: dict[Any, Tensor] = {}
+        for tensor in tensors:
+            firsts.setdefault(tuple(path for path, _ in tensor.parts), tensor)
+        for tensor in firsts.values():
+            for path in {path: None for path, _ in tensor.parts}:
+                _at(parts, path).begin(compilers)
             nothing = np.empty(tensor.shape, stored[tensor.name].dtype)  # takes no memory until it is written
-            for (path, index), value in zip(tensor.parts, tensor.unpack(nothing), strict=True):
-                list(_at(parts, path).pieces(index, value, programs))
+            deque(pieces(tensor, nothing), 0)
         for tensor, size in zip(tensors, sizes, strict=True):
             while pending and (held + size > max(sizes) or len(pending) == 2 * READERS):
                 held -= finish_first()
@@ -134,14 +140,6 @@ def read_sharded(
         while pending:
             finish_first()
     return jax.tree.map(lambda leaf: leaf.assembled(), parts)
-
-
-def _empty(family: Family, config: Any, mesh: Mesh, dtype: Any) -> Any:
-    """The parameter tree of zeros, made where it lies."""
-    shapes = families.abstract(family, config, dtype)
-    zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
-    placed = sharding.shardings(family, config, mesh)
-    return jax.jit(lambda: zeros(shapes), out_shardings=placed, compiler_options=ONE_THREAD)()
 
 
 def _nbytes(stored: Stored) -> int:
@@ -164,24 +162,18 @@ def _ordered(tensors: Iterable[Tensor], parts: Any) -> list[Tensor]:
 
 
 class _Programs:
-    """``_set_at`` by the shapes it is compiled for, ``COMPILED_AT_ONCE`` at a time and each by one thread."""
+    """Compiled functions of one array, or of three, by shapes: ``COMPILED_AT_ONCE`` at a time."""
 
     def __init__(self, compilers: ThreadPoolExecutor) -> None:
         self.compilers, self.lock = compilers, threading.Lock()
         self.found: dict[Any, Future[Any]] = {}
 
-    def program(self, part: jax.ShapeDtypeStruct, slab: np.ndarray, turned: tuple[int, ...]) -> Future[Any]:
-        """Of what is called as ``_set_at`` without ``turned``."""
-        key = (part.shape, part.dtype, part.sharding, slab.shape, slab.dtype, turned)
-        value = jax.ShapeDtypeStruct(slab.shape, slab.dtype, sharding=part.sharding)
-        at = jax.ShapeDtypeStruct((len(part.shape),), jnp.int32)
-
-        def compiled() -> Any:
-            return _set_at.lower(part, value, at, turned=turned).compile(compiler_options=ONE_THREAD)
-
+    def compiled(self, function: Any, *arrays: jax.ShapeDtypeStruct, **static: Any) -> Future[Any]:
+        """``function`` for arrays of these shapes and places."""
+        key = (function, *((array.shape, array.dtype, array.sharding) for array in arrays), *sorted(static.items()))
         with self.lock:
             if key not in self.found:
-                self.found[key] = self.compilers.submit(compiled)
+                self.found[key] = self.compilers.submit(lambda: function.lower(*arrays, **static).compile())
             return self.found[key]
 
 
@@ -189,30 +181,30 @@ class _Parts:
     """One parameter being filled: what the devices of this process keep, by the slice of the whole that it is. Devices
     that keep the same one are written by one program. A slice as small as a slab is filled on the host, without any."""
 
-    def __init__(self, empty: jax.Array):
-        self.shape, self.sharding = empty.shape, empty.sharding
+    def __init__(self, whole: jax.ShapeDtypeStruct):
+        self.shape, self.dtype, self.sharding = whole.shape, whole.dtype, whole.sharding
         self.arrays: dict[Bounds, Any] = {}
-        shards: dict[Bounds, list[Any]] = {}
-        for shard in empty.addressable_shards:
-            bounds = tuple(part.indices(length)[:2] for part, length in zip(shard.index, self.shape, strict=True))
-            shards.setdefault(bounds, []).append(shard)
         self.places: dict[Bounds, NamedSharding] = {}
-        for bounds, alike in shards.items():
-            copies = Mesh(np.asarray([shard.device for shard in alike]), ("copies",))
-            self.places[bounds] = place = NamedSharding(copies, PartitionSpec())
-            pieces = [shard.data for shard in alike]
-            if pieces[0].nbytes <= slab_reader.SLAB_BYTES:
-                self.arrays[bounds] = np.zeros(pieces[0].shape, pieces[0].dtype)
-            else:
-                self.arrays[bounds] = jax.make_array_from_single_device_arrays(pieces[0].shape, place, pieces)
-        self.locks = {bounds: threading.Lock() for bounds in self.arrays}
+        devices: dict[Bounds, list[Any]] = {}
+        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
+            bounds = tuple(part.indices(length)[:2] for part, length in zip(index, self.shape, strict=True))
+            devices.setdefault(bounds, []).append(device)
+        for bounds, alike in devices.items():
+            self.places[bounds] = NamedSharding(Mesh(np.asarray(alike), ("copies",)), PartitionSpec())
+            lengths = tuple(end - begin for begin, end in bounds)
+            if math.prod(lengths) * self.dtype.itemsize <= slab_reader.SLAB_BYTES:
+                self.arrays[bounds] = np.zeros(lengths, self.dtype)
+        self.locks = {bounds: threading.Lock() for bounds in self.places}
 
-    def pieces(
-        self, index: tuple[int | slice, ...], value: np.ndarray, programs: _Programs
-    ) -> Iterator[tuple[Bounds, np.ndarray, np.ndarray, Future[Any] | None]]:
-        """What of ``whole[index] = value`` the parts hold, slab by slab: which part, where in it, the slab in the order
-        of its file, and the program that sets it; none where the part is on the host, and the slab is all of it.
-        ``index`` counts layers and experts."""
+    def begin(self, compilers: ThreadPoolExecutor) -> None:
+        """Makes the parts that are not on the host, where they lie."""
+        for bounds, place in self.places.items():
+            zeros = partial(jnp.zeros, tuple(end - begin for begin, end in bounds), self.dtype)
+            if bounds not in self.arrays:
+                self.arrays[bounds] = compilers.submit(jax.jit(zeros, out_shardings=place))
+
+    def pieces(self, index: tuple[int | slice, ...], value: np.ndarray, programs: _Programs) -> Iterator["_Piece"]:
+        """What of ``whole[index] = value`` the parts hold, slab by slab; ``index`` counts layers and experts."""
         numbers = [number for number in index if isinstance(number, int)]
         for bounds, place in self.places.items():
             leading = bounds[: len(numbers)]
@@ -221,43 +213,68 @@ class _Parts:
             own = value[tuple(slice(*bound) for bound in bounds[len(numbers) :])]
             local = [number - begin for number, (begin, _) in zip(numbers, leading, strict=True)]
             if isinstance(self.arrays[bounds], np.ndarray):
-                yield bounds, np.asarray(local), own, None
+                yield _Piece(self, bounds, np.asarray(local), own, None, None)
                 continue
             order = tuple(np.argsort([-abs(stride) for stride in own.strides], kind="stable").tolist())
             turned = tuple(np.argsort(order).tolist())
             lengths = tuple(end - begin for begin, end in bounds)
-            part = jax.ShapeDtypeStruct(lengths, self.arrays[bounds].dtype, sharding=place)
+            part = jax.ShapeDtypeStruct(lengths, self.dtype, sharding=place)
+            at = jax.ShapeDtypeStruct((len(lengths),), jnp.int32)
             for start, source in slabs(own, order):
-                laid = source.transpose(order)
-                yield bounds, np.asarray([*local, *start], np.int32), laid, programs.program(part, laid, turned)
-
-    def set(self, index: tuple[int | slice, ...], value: np.ndarray, reader: SlabReader, programs: _Programs) -> None:
-        """Sets ``whole[index] = value`` in the parts that hold some of it.
-
-        What is sent is in the order of the file; devices turn it, which a host does far below the speed of a disk. Each
-        slab is waited for: the reader's memory takes the next, and devices would hold what is still on its way.
-        """
-        for bounds, at, slab, program in self.pieces(index, value, programs):
-            if program is None:
-                self.arrays[bounds][tuple(at)] = slab
-                continue
-            sent = jax.block_until_ready(jax.device_put(reader.read(slab), self.places[bounds]))
-            set_at = program.result()
-            with self.locks[bounds]:  # one writer: the part is taken over
-                self.arrays[bounds] = jax.block_until_ready(set_at(self.arrays[bounds], sent, at))
+                slab = source.transpose(order)
+                sent = jax.ShapeDtypeStruct(slab.shape, slab.dtype, sharding=place)
+                shape = (1,) * len(local) + source.shape
+                laid = jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
+                turn = programs.compiled(_turn, sent, turned=turned, shape=shape, dtype=self.dtype)
+                put = programs.compiled(_put, part, laid, at)
+                yield _Piece(self, bounds, np.asarray([*local, *start], np.int32), slab, turn, put)
 
     def assembled(self) -> jax.Array:
         """The whole parameter, its parts where they are."""
-        arrays = [jax.device_put(array, self.places[bounds]) for bounds, array in self.arrays.items()]
+        arrays = [jax.device_put(_result(array), self.places[bounds]) for bounds, array in self.arrays.items()]
         parts = [shard.data for array in arrays for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
 
 
-@partial(jax.jit, donate_argnums=0, static_argnames="turned")
-def _set_at(part: jax.Array, value: jax.Array, at: jax.Array, turned: tuple[int, ...]) -> jax.Array:
-    value = value.transpose(turned).astype(part.dtype)
-    own = value.reshape((1,) * (part.ndim - value.ndim) + value.shape)
-    return jax.lax.dynamic_update_slice(part, own, [at[axis] for axis in range(part.ndim)])
+@dataclass(frozen=True)
+class _Piece:
+    """A slab in the order of its file, which part of a parameter it belongs to and where in it, and the programs that
+    turn it and put it there; none where the part is on the host."""
+
+    parts: _Parts
+    bounds: Bounds
+    at: np.ndarray
+    slab: np.ndarray
+    turn: Future[Any] | None
+    put: Future[Any] | None
+
+    def set(self, reader: SlabReader) -> None:
+        """Reads it and puts it where it belongs. Devices turn it, which a host does far below the speed of a disk, and
+        by a program of its own: turned while it is put, XLA writes it with strides. It is waited for: the reader's
+        memory takes the next, and devices would hold what is still on its way."""
+        arrays, bounds = self.parts.arrays, self.bounds
+        if self.turn is None or self.put is None:
+            arrays[bounds][tuple(self.at)] = self.slab
+            return
+        sent = jax.device_put(reader.read(self.slab), self.parts.places[bounds])
+        turned = jax.block_until_ready(self.turn.result()(sent))
+        put = self.put.result()
+        with self.parts.locks[bounds]:  # one writer: the part is taken over
+            arrays[bounds] = jax.block_until_ready(put(_result(arrays[bounds]), turned, self.at))
+
+
+def _result(array: Any) -> Any:
+    return array.result() if isinstance(array, Future) else array
+
+
+@partial(jax.jit, static_argnames=("turned", "shape", "dtype"))
+def _turn(slab: jax.Array, turned: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return slab.transpose(turned).astype(dtype).reshape(shape)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(part: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice(part, value, [at[axis] for axis in range(part.ndim)])
 
 
 def restore_sharded(folder: str | Path, mesh: Mesh, dtype: Any = jnp.bfloat16, *, digest: str) -> Model:
