@@ -151,8 +151,8 @@ def test_a_hopper_gpu_runs_it_for_what_it_takes(monkeypatch):
 
 
 def test_programs_begin_once_each_and_end_early():
-    """Longest first over all heads; what begins second is dealt where a third wave evens it out."""
-    for tiles, requests, heads in ((26, 1, 16), (32, 1, 16), (4, 4, 16), (1, 1, 1)):
+    """Heads one after the other where that ends as early; else longest first, dealt where a third wave evens it out."""
+    for tiles, requests, heads in ((26, 1, 16), (32, 1, 16), (8, 1, 128), (8, 1, 16), (4, 4, 16), (1, 1, 1)):
         order = expanded_order.launch_order(tiles, requests, heads)
         assert np.array_equal(np.sort(order), np.arange(tiles * requests * heads))
         request, rows = order // heads // tiles, order // heads % tiles
@@ -161,7 +161,11 @@ def test_programs_begin_once_each_and_end_early():
             assert (np.diff(rows[request == 0]) <= 0).all()
             continue
         plain = np.sort(rows)[::-1]
-        by_head = np.tile(np.arange(tiles)[::-1], requests * heads)
+        by_head = np.tile(np.arange(tiles)[::-1], heads)
         ends = [expanded_order._end_of(steps + 1) for steps in (rows, plain, by_head)]
-        assert ends[0] <= ends[1] <= ends[2]
-        assert (ends[0] < ends[1] < 0.85 * ends[2]) == (tiles == 26)
+        follow = np.array_equal(order % heads, np.sort(order % heads))
+        assert follow == (tiles in (8, 1))
+        assert follow == (ends[2] <= (1.15 if heads == 128 else 1) * min(ends[1:]))
+        if not follow:
+            assert ends[0] <= ends[1] < 0.95 * ends[2]
+            assert (ends[0] < ends[1]) == (tiles == 26)
