@@ -45,7 +45,9 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     steps = _Steps(out / "steps.json", settings)
     rows: Rows = []
     if settings["checkpoint_gb"] and any(meshes.values()):
-        rows += steps.once("load", ("preset", "checkpoint_gb", "filled"), lambda: _loaded(settings, shape, meshes))
+        rows += steps.once(
+            "load", ("preset", "checkpoint_gb", "filled", "plain"), lambda: _loaded(settings, shape, meshes)
+        )
     speed = Speed(settings, shape, out)
     for name in listed(settings["timed"]):
         if settings["compile_only"]:
@@ -111,9 +113,11 @@ def _title(rows: Rows) -> str:
     worst = max(apart, default=None)
     parts = [] if worst is None else [f"logits of several devices are within {worst:.1e} of one device's"]
     if "load_gb_per_second" in found:
+        read = found.get("load_over_plain_read")
         parts.append(
-            f"a checkpoint of {found['checkpoint_gb']:.1f} GB loads into parts at {found['load_gb_per_second']:.1f} "
-            f"GB/s, {found['load_over_plain_read']:.2f} of reading plainly through a cold page cache"
+            f"a checkpoint of {found['checkpoint_gb']:.1f} GB loads into parts at "
+            f"{found['load_gb_per_second']:.1f} GB/s"
+            + ("" if read is None else f", {read:.2f} of reading plainly through a cold page cache")
         )
     text = "; ".join(parts or ["tokens a second of one device and of several"])
     return text[0].upper() + text[1:]
@@ -135,8 +139,9 @@ def _key(mesh: str) -> str:
 def _loaded(settings: dict[str, Any], shape: dict[str, int], meshes: dict[str, Mesh | None]) -> Rows:
     name, mesh = next((name, mesh) for name, mesh in meshes.items() if mesh is not None)
     found = sharding_load.measure(
-        settings["preset"], shape, settings["checkpoint_gb"], mesh, settings["scratch"], filled=settings["filled"]
-    )
+        settings["preset"], shape, settings["checkpoint_gb"], mesh, settings["scratch"],
+        filled=settings["filled"], plain=settings["plain"],
+    )  # fmt: skip
     return [{"what": what, "mesh": name, "value": value} for what, value in found.items()]
 
 

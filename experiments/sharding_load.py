@@ -28,7 +28,7 @@ SHARD_BYTES = 5 * 2**30
 
 
 def measure(
-    preset: str, shape: dict[str, int], gigabytes: float, mesh: Mesh, scratch: str, *, filled: bool
+    preset: str, shape: dict[str, int], gigabytes: float, mesh: Mesh, scratch: str, *, filled: bool, plain: bool = True
 ) -> dict[str, float]:
     """Loads a checkpoint of about the size asked for onto ``mesh``; see the summary's names.
 
@@ -37,30 +37,29 @@ def measure(
     pages of mapped ``files``, and all three (``resident``); and what the whole ``machine`` holds beside files and
     caches, which shows also what a driver took. A small checkpoint goes ahead, so that compilers and the device's
     runtime are loaded; the large one is loaded from a cold page cache, once more when every program is compiled
-    (``again``), and from a ``warm`` page cache. Plain reading is timed twice and the faster counts: the first run after
-    the files were written also waits for memory that was never used.
+    (``again``), and from a ``warm`` page cache; without ``plain`` twice, and nothing else is done. Plain reading is
+    timed twice and the faster counts: the first after the files were written also waits for memory never used before.
     """
     with tempfile.TemporaryDirectory(dir=scratch or None) as folder:
         small, large = Path(folder) / "small", Path(folder) / "large"
         write_synthetic(small, preset, shape, 0.0)
         jax.block_until_ready(load_sharded(small, mesh, jnp.bfloat16, digest="small").params)
         total, largest = write_synthetic(large, preset, shape, gigabytes, filled=filled)
-        cold, direct = (min(_plain_seconds(large, past=past) for _ in range(2)) for past in (False, True))
+        reads: dict[str, float] = {}
+        for name, past in (("plain_read", False), ("plain_read_past_cache", True)) if plain else ():
+            reads[name] = min(_plain_seconds(large, past=past) for _ in range(2))
         first, again = (_load(large, mesh, largest) for _ in range(2))
-        _plain_seconds(large)
-        warm = _plain_seconds(large, cold=False)
-        cached = _load(large, mesh, largest, cold=False)
-    seconds = {
-        "plain_read": cold, "plain_read_warm": warm, "plain_read_past_cache": direct,
-        "load": first["seconds"], "again": again["seconds"], "warm": cached["seconds"],
-    }  # fmt: skip
+        seconds = {**reads, "load": first["seconds"], "again": again["seconds"]}
+        if plain:
+            _plain_seconds(large)
+            seconds["plain_read_warm"] = _plain_seconds(large, cold=False)
+            seconds["warm"] = _load(large, mesh, largest, cold=False)["seconds"]
     return {
         "checkpoint_gb": total / 1e9,
         "largest_tensor_gb": largest / 1e9,
         **{f"{name}_gb_per_second": total / 1e9 / value for name, value in seconds.items()},
         "load_seconds": first["seconds"],
-        "load_over_plain_read": cold / first["seconds"],
-        "load_over_plain_read_past_cache": direct / first["seconds"],
+        **{f"load_over_{name}": value / first["seconds"] for name, value in reads.items()},
         **{f"{name}_peak_over_largest_tensor": value for name, value in first.items() if name != "seconds"},
         **{f"again_{name}_peak_over_largest_tensor": value for name, value in again.items() if name != "seconds"},
     }

@@ -26,6 +26,7 @@ def get_config() -> ConfigDict:
             "processes": 2,
             "checkpoint_gb": 20.0,  # of the synthetic checkpoint; 0 loads none
             "filled": False,  # with random bits; otherwise sparse files of zeros
+            "plain": True,  # it is also read plainly, and loaded from a warm page cache
             "scratch": "",  # where it is written; a temporary folder if empty
             "seed": 0,
             "quick": False,  # a small shape: a check of the study, on any machine with two devices
