@@ -84,7 +84,7 @@ class Decoding:
     Fields:
       cache: with the rows of every token advanced over; taken over by ``advance``.
       tokens: those tokens.
-      proposal, logits: the token drawn for the next position and the ``[V]`` logits it was drawn from.
+      drawn, logits: the token drawn for the next position and the ``[V]`` logits it was drawn from, on the device.
     """
 
     cache: ContentCache
@@ -92,8 +92,13 @@ class Decoding:
     sampling: Sampling
     table: PageTableWriter
     tokens: list[int]
-    proposal: int
+    drawn: Int[Array, " 1"]
     logits: Float[Array, " V"]
+
+    @property
+    def proposal(self) -> int:
+        """The token drawn; waits for it."""
+        return int(self.drawn[0])
 
 
 def start_decoding(
@@ -117,15 +122,16 @@ def start_decoding(
         )
     )
     table = PageTableWriter.of(request, cache.config.table_entries)
-    proposal = sample_step(logits[None], sampling, jax.device_put(np.asarray([request.plan.length], np.int32)))
-    return Decoding(cache, request, sampling, table, [], int(proposal[0]), logits)
+    drawn = sample_step(logits[None], sampling, jax.device_put(np.asarray([request.plan.length], np.int32)))
+    return Decoding(cache, request, sampling, table, [], drawn, logits)
 
 
 sample_step = jax.jit(sample)
 
 
 def advance(model: Any, decoding: Decoding, token: int) -> Decoding:
-    """Appends ``token`` (the proposal, or another one: teacher forcing), writes its row and draws the next.
+    """Appends ``token`` (the proposal, or another one: teacher forcing), writes its row and draws the next. Waits for
+    nothing, so that whoever is interrupted while waiting holds the cache.
 
     Raises:
       ValueError: if prefill reserved no row for it, or it is no token of the model.
@@ -146,11 +152,11 @@ def advance(model: Any, decoding: Decoding, token: int) -> Decoding:
     scalars = jax.device_put({name: np.asarray([value], np.int32) for name, value in place.items()})
     batch = DecodeBatch(page_table=page_table_from_array(decoding.table.entries[None]), **scalars)
     cache = decoding.cache
-    proposal, logits, pool = decode_step(model, cache.pool, batch, decoding.sampling, storage=cache.config.storage)
+    drawn, logits, pool = decode_step(model, cache.pool, batch, decoding.sampling, storage=cache.config.storage)
     return dataclasses.replace(
         decoding,
         cache=dataclasses.replace(cache, pool=pool),
         tokens=[*decoding.tokens, token],
-        proposal=int(proposal[0]),
+        drawn=drawn,
         logits=logits[0],
     )

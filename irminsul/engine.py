@@ -1,15 +1,16 @@
 """Serving requests one after the other from one cache, with a reason for every token that was computed."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int8
 
 from irminsul.blocks import Mode, blocks_for
-from irminsul.cache import CacheConfig, ContentCache, new_cache
+from irminsul.cache import CacheConfig, ConsumedError, ContentCache, new_cache
 from irminsul.commit import PoolTooSmallError
 from irminsul.counters import Counters, no_counts, of_request, one_refused
 from irminsul.decode import advance, start_decoding
@@ -119,15 +120,32 @@ class Engine:
           shared: published namespaces to read besides (``publish``).
 
         Raises:
-          As ``prefill``. The engine can be used on afterwards.
+          As ``prefill``. The engine can be used on afterwards, whatever interrupts it: where that left no cache (Ctrl-C
+          in the middle of a step), with an empty one.
         """
-        started = time.perf_counter()
         check_sampling(temperature, top_p, seed, stop_tokens)
         forced = None if continuation is None else as_token_ids("continuation", continuation)
         if forced is not None and forced.size:
             check_token_ids(forced, self.model)
-        count = max_new_tokens if forced is None else len(forced)
         who: dict[str, Any] = {"namespace": namespace, "adapter": adapter, "mode": self.mode}
+        sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        with self._usable_afterwards():
+            return self._serve(tokens, who, shared, forced, max_new_tokens, stop_tokens, sampling, on_token)
+
+    def _serve(
+        self,
+        tokens: np.ndarray,
+        who: dict[str, Any],
+        shared: tuple[str, ...],
+        forced: np.ndarray | None,
+        max_new_tokens: int,
+        stop_tokens: tuple[int, ...],
+        sampling: dict[str, Any],
+        on_token: Callable[[int], None] | None,
+    ) -> Response:
+        """``serve`` of what is checked as far as no cache is needed; ``who`` asks, in which mode."""
+        started = time.perf_counter()
+        count = max_new_tokens if forced is None else len(forced)
         self.cache = load_ahead(
             self.store, self.model, self.cache, tokens, self.policy, **who, shared=shared, new_tokens=count
         )
@@ -147,11 +165,11 @@ class Engine:
         logits: list[np.ndarray] = []
         written = forced
         if result.logits is not None:
-            sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
             try:
                 emitted, written, logits = self._decode(result, count, forced, stop_tokens, sampling, on_token)
             except BaseException:  # of on_token, say: the prompt's rows are kept and no page stays in flight
-                self.cache = end_request(self.store, self.cache, result.request)
+                with contextlib.suppress(ConsumedError):
+                    self.cache = end_request(self.store, self.cache, result.request)
                 raise
         decoded = time.perf_counter()
         self.cache = end_request(self.store, self.cache, result.request, written)
@@ -181,11 +199,12 @@ class Engine:
         Raises:
           As ``publish.publish``. The engine can be used on afterwards.
         """
-        for text in texts or [np.zeros(0, np.int32)]:
-            self.cache = publish(
-                self.model, self.cache, context, [text],
-                namespace=namespace, adapter=adapter, mode=self.mode, store=self.store,
-            )  # fmt: skip
+        with self._usable_afterwards():
+            for text in texts or [np.zeros(0, np.int32)]:
+                self.cache = publish(
+                    self.model, self.cache, context, [text],
+                    namespace=namespace, adapter=adapter, mode=self.mode, store=self.store,
+                )  # fmt: skip
 
     def forget(self, what: np.ndarray | int, *, namespace: str = "default") -> Forgotten:
         """Removes a text, or what one request (``Response.request``) computed, and everything computed from it.
@@ -195,8 +214,22 @@ class Engine:
         Raises:
           As ``tiers.forget_everywhere``. The engine can be used on afterwards.
         """
-        self.cache, forgotten = forget_everywhere(self.store, self.cache, what, namespace=namespace)
-        return forgotten
+        with self._usable_afterwards():
+            self.cache, forgotten = forget_everywhere(self.store, self.cache, what, namespace=namespace)
+            return forgotten
+
+    @contextlib.contextmanager
+    def _usable_afterwards(self) -> Iterator[None]:
+        """Puts an empty cache in the place of one that a step had taken over when it was interrupted."""
+        self.cache.require_alive()
+        try:
+            yield
+        except BaseException:
+            try:
+                self.cache.require_alive()
+            except ConsumedError:
+                self.cache = new_cache(self.cache.config, None if self.model is None else self.model.row_format)
+            raise
 
     def _decode(
         self,

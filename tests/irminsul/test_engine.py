@@ -1,5 +1,6 @@
 """Requests end to end on a tiny model: decoding, cold and warm runs, memory pressure, compilations, sampling."""
 
+import sys
 from functools import partial
 
 import jax
@@ -153,6 +154,30 @@ def test_rows_that_went_wrong_are_kept_by_nobody(engine):
         tokens = served.serve(prompt, max_new_tokens=3, on_token=change).tokens
         served.model = sound
         assert served.serve(np.concatenate([prompt, tokens])).bins["exact"] == 90 + kept
+
+
+@pytest.mark.parametrize("step", ["irminsul.prefill.run_prefill", "irminsul.decode.decode_step"])
+def test_an_interrupted_step_takes_the_cache_along_and_not_the_engine(engine, monkeypatch, step):
+    """Ctrl-C in the middle of a step, when the pool is the device's: an empty cache, and the same answer as before."""
+    served, prompt = engine(), random_tokens(9, 90)
+    expected = served.serve(prompt, max_new_tokens=3)
+    with monkeypatch.context() as patched:
+
+        def interrupted(*args, **options):
+            run(*args, **options)
+            raise KeyboardInterrupt
+
+        module, _, name = step.rpartition(".")
+        run = getattr(sys.modules[module], name)
+        patched.setattr(step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            served.serve(prompt, max_new_tokens=3)
+    again = served.serve(prompt, max_new_tokens=3)
+    assert again.bins["exact"] == 0
+    assert again.tokens == expected.tokens
+    np.testing.assert_array_equal(again.logits, expected.logits)
+    assert served.serve(prompt).bins["exact"] == 89
+    assert not served.cache.in_flight.any()
 
 
 def test_an_engine_prints_in_a_few_lines(engine):
