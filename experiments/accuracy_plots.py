@@ -9,6 +9,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.plots import STYLE, entitle
 
@@ -27,6 +28,24 @@ KINDS = {
     "oracle": ("#2e8b57", "oracle (knows full prefill)"),
     "irminsul": ("#7b5ea7", "irminsul, nothing recomputed"),
 }
+
+TITLES = {
+    "nq": "NQ, four distractors, behind others",
+    "nq_one": "NQ, behind other passages",
+    "nq_one_alone": "NQ, cached alone",
+    "nq_one_sink": "NQ, behind BOS repeated",
+    "nq_one_text": "NQ, behind a sink of text",
+    "hotpotqa": "HotpotQA",
+    "musique": "MuSiQue",
+    "musique_rag": "MuSiQue, 10 x 512 tokens",
+    "key_value": "key-value",
+    "gov_report": "GovReport",
+}
+
+
+def titled(task: str) -> str:
+    """A task as plots call it."""
+    return TITLES.get(task, task.replace("_", " "))
 
 
 def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> None:
@@ -51,7 +70,7 @@ def plot(cells: list[dict[str, Any]], quantity: str, title: str, path: Path) -> 
         for axis, task in zip(axes.flat, tasks, strict=False):
             shown = task, panels[task]
             _panel(axis, [cell for cell in cells if (cell["task"], cell["model"]) == shown], quantity)
-            axis.set_title(task.replace("_", " ") + f" ({panels[task]})" * several, fontsize=8, loc="left")
+            axis.set_title(titled(task) + f"\n{panels[task]}" * several, fontsize=8, loc="left")
         for axis in list(axes.flat)[len(tasks) :]:
             axis.remove()
         for axis in list(axes.flat)[max(0, len(tasks) - columns) : len(tasks)]:
@@ -86,8 +105,15 @@ def _panel(axis: Any, cells: list[dict[str, Any]], quantity: str) -> None:
         if quantity == "kl":
             y, spread = np.maximum(y, SMALLEST_KL), np.minimum(spread, np.maximum(y, SMALLEST_KL) * 0.99)
         axis.errorbar(x, y, spread, fmt="o-", markersize=3.5, color=colour, label=label, linewidth=1)
-    if quantity == "kl":
-        axis.set_yscale("log")
+    if quantity != "kl":
+        axis.set_ylim(-0.02, max(0.1, axis.get_ylim()[1]))
+        return
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    if high < 300 * low:  # powers of ten alone would be one label or none
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def plot_differences(cells: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -104,7 +130,7 @@ def plot_differences(cells: list[dict[str, Any]], title: str, path: Path) -> Non
         for line, model in zip(axes, models, strict=True):
             for axis, task in zip(line, tasks, strict=True):
                 _differences(axis, [cell for cell in cells if (cell["task"], cell["model"]) == (task, model)])
-                axis.set_title(f"{task.replace('_', ' ')} ({model})", fontsize=8, loc="left")
+                axis.set_title(f"{titled(task)} ({model})", fontsize=8, loc="left")
         for axis in axes[-1]:
             axis.set_xlabel("right answers against full prefill (points)", fontsize=8)
         entitle(figure, title)

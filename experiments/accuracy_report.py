@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from experiments import report
-from experiments.accuracy_plots import FEWEST_ITEMS, plot, plot_differences
+from experiments.accuracy_plots import FEWEST_ITEMS, plot, plot_differences, titled
 
 REPAIR = ("irminsul+repair", "irminsul+question")  # the policies of this project
 Rows = Sequence[dict[str, Any]]
@@ -30,7 +30,7 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
     many = [cell for cell in cells if "f1" in cell and cell["items"] >= FEWEST_ITEMS]
     if many:
         figures["difference"] = "won_back.png"
-        plot_differences(many, loss_and_gain(many), out / "won_back.png")
+        plot_differences(many, lost_blind(many), out / "won_back.png")
     public = [{name: value for name, value in row.items() if name not in ("kl_tokens", "weights")} for row in rows]
     return {
         "title": title,
@@ -177,7 +177,7 @@ def headline(cells: list[dict[str, Any]]) -> str:
     if not blind:
         return "Quality of reuse, policy by policy"
     worst = min(blind, key=lambda cell: cell["difference"])
-    where = worst["task"].replace("_", " ")
+    where = titled(worst["task"])
     text = f"Rotated reuse answers {worst['exact_match']:.0%} of {where} questions, "
     text += f"full prefill {worst['exact_match'] - worst['difference']:.0%}"
     repairs = [
@@ -269,18 +269,16 @@ def won_back(rows: Rows, draws: int, seed: int) -> str:
     return "## Against passages cached apart, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
 
 
-def loss_and_gain(cells: list[dict[str, Any]]) -> str:
-    """The finding of ``won_back.png`` in a line, of the task on which rows reused as they are lose most."""
-    blind = [cell for cell in cells if cell["policy"] in BLIND]
-    if not blind:
-        return "Right answers against full prefill, policy by policy"
-    worst = min(blind, key=lambda cell: cell["difference"])
-    beside = [cell for cell in cells if (cell["model"], cell["task"]) == (worst["model"], worst["task"])]
-    best = max((cell for cell in beside if cell["policy"].startswith("irminsul")), key=lambda cell: cell["difference"])
-    return (
-        f"Passages cached apart and reused as they are lose {-100 * worst['difference']:.0f} points of right answers "
-        f"on {worst['task'].replace('_', ' ')} ({worst['model']}); {best['policy']} {-100 * best['difference']:.0f}"
-    )
+def lost_blind(cells: list[dict[str, Any]]) -> str:
+    """The finding of ``won_back.png`` in a line: what the first model loses, task by task, where nothing that is reused
+    is computed again."""
+    of = {(cell["task"], cell["policy"]): cell for cell in cells if cell["model"] == cells[0]["model"]}
+    lost = []
+    for task in dict.fromkeys(cell["task"] for cell in cells):
+        blind = next((name for name in ("irminsul-no-carve-out", "irminsul") if (task, name) in of), None)
+        if blind:
+            lost.append(f"{titled(task)} {-100 * of[task, blind]['difference']:.0f}")
+    return f"Points of right answers lost where nothing is computed again: {'; '.join(lost)}"
 
 
 def computed(group: Rows) -> float:
