@@ -195,6 +195,7 @@ class _Parts:
             if math.prod(lengths) * self.dtype.itemsize <= slab_reader.SLAB_BYTES:
                 self.arrays[bounds] = np.zeros(lengths, self.dtype)
         self.locks = {bounds: threading.Lock() for bounds in self.places}
+        self.programs: dict[Any, tuple[Future[Any], Future[Any]]] = {}
 
     def begin(self, compilers: ThreadPoolExecutor) -> None:
         """Makes the parts that are not on the host, where they lie."""
@@ -216,18 +217,26 @@ class _Parts:
                 yield _Piece(self, bounds, np.asarray(local), own, None, None)
                 continue
             order = tuple(np.argsort([-abs(stride) for stride in own.strides], kind="stable").tolist())
-            turned = tuple(np.argsort(order).tolist())
-            lengths = tuple(end - begin for begin, end in bounds)
-            part = jax.ShapeDtypeStruct(lengths, self.dtype, sharding=place)
-            at = jax.ShapeDtypeStruct((len(lengths),), jnp.int32)
             for start, source in slabs(own, order):
                 slab = source.transpose(order)
-                sent = jax.ShapeDtypeStruct(slab.shape, slab.dtype, sharding=place)
-                shape = (1,) * len(local) + source.shape
-                laid = jax.ShapeDtypeStruct(shape, self.dtype, sharding=place)
-                turn = programs.compiled(_turn, sent, turned=turned, shape=shape, dtype=self.dtype)
-                put = programs.compiled(_put, part, laid, at)
-                yield _Piece(self, bounds, np.asarray([*local, *start], np.int32), slab, turn, put)
+                key = bounds, order, slab.shape, slab.dtype
+                if key not in self.programs:
+                    self.programs[key] = self._programs_of(place, bounds, order, source, programs)
+                yield _Piece(self, bounds, np.asarray([*local, *start], np.int32), slab, *self.programs[key])
+
+    def _programs_of(
+        self, place: NamedSharding, bounds: Bounds, order: tuple[int, ...], source: np.ndarray, programs: _Programs
+    ) -> tuple[Future[Any], Future[Any]]:
+        """What turns a slab like ``source`` from its file's order, and what puts it into its part."""
+        lengths = tuple(end - begin for begin, end in bounds)
+        shape = (1,) * (len(lengths) - source.ndim) + source.shape
+        slab = jax.ShapeDtypeStruct(source.transpose(order).shape, source.dtype, sharding=place)
+        part, laid = (jax.ShapeDtypeStruct(size, self.dtype, sharding=place) for size in (lengths, shape))
+        turned = tuple(np.argsort(order).tolist())
+        return (
+            programs.compiled(_turn, slab, turned=turned, shape=shape, dtype=self.dtype),
+            programs.compiled(_put, part, laid, jax.ShapeDtypeStruct((len(lengths),), jnp.int32)),
+        )
 
     def assembled(self) -> jax.Array:
         """The whole parameter, its parts where they are."""
