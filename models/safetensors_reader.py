@@ -5,6 +5,7 @@ which tensor a truncated file lacks. Format: eight bytes of header length, a JSO
 """
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,27 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor on disk: its shape, and how to read it."""
+    """A tensor on disk: its shape, and how to read it; if it is stored scaled, also what it is read from."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]
+    scaled: "Scaled | None" = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that its values take on disk."""
+        dtype = self.dtype if self.scaled is None else self.scaled.values.dtype
+        return math.prod(self.shape) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """FP8 values ``[rows, columns]``, and what each ``block`` of them is multiplied by."""
+
+    values: Stored
+    scales: Stored
+    block: tuple[int, int]
 
 
 def stored_array(array: np.ndarray) -> Stored:
@@ -137,7 +154,8 @@ def with_scales_applied(tensors: dict[str, Stored], block: tuple[int, int]) -> d
                 f"tensor {name + SCALE_SUFFIX!r} has shape {scale.shape}, but {name!r} of shape {weight.shape} in "
                 f"blocks of {block} needs {expected}"
             )
-        found[name] = Stored(weight.shape, np.dtype(np.float32), _dequantised(weight, scale, block))
+        read = _dequantised(weight, scale, block)
+        found[name] = Stored(weight.shape, np.dtype(np.float32), read, Scaled(weight, scale, block))
     return found
 
 

@@ -94,32 +94,51 @@ def read_sharded(
     check_tensors(family, config, stored)
     parts = jax.tree.map(_Parts, sharding.abstract(family, config, mesh, dtype))
     tensors = _ordered(family.tensors(config), parts)
-    sizes = [_nbytes(stored[tensor.name]) for tensor in tensors]
-    pending: deque[tuple[int, Future[None]]] = deque()
+    read = [stored[tensor.name] for tensor in tensors]
+    sizes, total = [math.prod(one.shape) * one.dtype.itemsize for one in read], sum(one.stored_bytes for one in read)
+    pending: deque[tuple[int, int, Future[None]]] = deque()
     done, held, started = 0, 0, time.perf_counter()
     slab_readers: SimpleQueue[SlabReader] = SimpleQueue()
     for _ in range(READERS):
         slab_readers.put(SlabReader())
 
-    def pieces(tensor: Tensor, array: np.ndarray) -> Iterator[_Piece]:
-        for (path, index), value in zip(tensor.parts, tensor.unpack(array), strict=True):
-            yield from _at(parts, path).pieces(index, value, programs)
+    def pieces(tensor: Tensor, *, unread: bool = False) -> list[_Piece]:
+        """What is to be set of a tensor; of one in FP8 its own bytes, if devices can scale all of them."""
+
+        def array(one: Stored) -> np.ndarray:  # empty, it takes no memory until it is written
+            return np.empty(one.shape, one.dtype) if unread else np.asarray(one.read())
+
+        def split(values: np.ndarray, blocks: _Blocks | None) -> list[_Piece]:
+            unpacked = zip(tensor.parts, tensor.unpack(values), strict=True)
+            return [
+                piece
+                for (path, index), value in unpacked
+                for piece in _at(parts, path).pieces(index, value, programs, blocks)
+            ]
+
+        one = stored[tensor.name]
+        if one.scaled is not None:
+            values, scales = array(one.scaled.values), array(one.scaled.scales).astype(np.float32)
+            found = split(values, _Blocks(values, scales, one.scaled.block))
+            if all(piece.scales is not None for piece in found):
+                return found
+        return split(array(one), None)
 
     def set_tensor(tensor: Tensor) -> None:
         reader = slab_readers.get()
         try:
-            for piece in pieces(tensor, np.asarray(stored[tensor.name].read())):
+            for piece in pieces(tensor):
                 piece.set(reader)
         finally:
             slab_readers.put(reader)
 
     def finish_first() -> int:
         nonlocal done
-        size, future = pending.popleft()
+        size, stored_bytes, future = pending.popleft()
         future.result()
-        done += size
+        done += stored_bytes
         if progress is not None:
-            progress(done, sum(sizes), time.perf_counter() - started)
+            progress(done, total, time.perf_counter() - started)
         return size
 
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as compilers, ThreadPoolExecutor(READERS) as threads:
@@ -130,20 +149,15 @@ def read_sharded(
         for tensor in firsts.values():
             for path in {path: None for path, _ in tensor.parts}:
                 _at(parts, path).begin(compilers)
-            nothing = np.empty(tensor.shape, stored[tensor.name].dtype)  # takes no memory until it is written
-            deque(pieces(tensor, nothing), 0)
-        for tensor, size in zip(tensors, sizes, strict=True):
+            pieces(tensor, unread=True)
+        for tensor, size, one in zip(tensors, sizes, read, strict=True):
             while pending and (held + size > max(sizes) or len(pending) == 2 * READERS):
                 held -= finish_first()
-            pending.append((size, threads.submit(set_tensor, tensor)))
+            pending.append((size, one.stored_bytes, threads.submit(set_tensor, tensor)))
             held += size
         while pending:
             finish_first()
     return jax.tree.map(lambda leaf: leaf.assembled(), parts)
-
-
-def _nbytes(stored: Stored) -> int:
-    return int(np.prod(stored.shape, dtype=np.int64)) * stored.dtype.itemsize
 
 
 def _at(tree: Any, path: tuple[str | int, ...]) -> Any:
@@ -177,6 +191,28 @@ class _Programs:
             return self.found[key]
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """FP8 values ``[rows, columns]`` as they lie in a file, and the scale of each block of them."""
+
+    values: np.ndarray
+    scales: np.ndarray
+    block: tuple[int, int]
+
+    def of(self, slab: np.ndarray) -> np.ndarray | None:
+        """The scales of a slab; none unless it is whole rows of the file, from the first of a block."""
+        columns, begin = self.values.shape[1], slab.ctypes.data - self.values.ctypes.data
+        if not slab.flags.c_contiguous or begin % (columns * self.block[0]) or slab.size % columns:
+            return None
+        first, rows = begin // columns // self.block[0], slab.size // columns
+        return self.scales[first : first - (-rows // self.block[0])]
+
+    def rows_together(self, slab: np.ndarray) -> int:
+        """How many places of the outermost axis of a slab in its file's order have to stay together."""
+        rows = max(1, slab.size // max(1, slab.shape[0]) // self.values.shape[1])
+        return self.block[0] // math.gcd(self.block[0], rows)
+
+
 class _Parts:
     """One parameter being filled: what the devices of this process keep, by the slice of the whole that it is. Devices
     that keep the same one are written by one program. A slice as small as a slab is filled on the host, without any."""
@@ -204,8 +240,11 @@ class _Parts:
             if bounds not in self.arrays:
                 self.arrays[bounds] = compilers.submit(jax.jit(zeros, out_shardings=place))
 
-    def pieces(self, index: tuple[int | slice, ...], value: np.ndarray, programs: _Programs) -> Iterator["_Piece"]:
-        """What of ``whole[index] = value`` the parts hold, slab by slab; ``index`` counts layers and experts."""
+    def pieces(
+        self, index: tuple[int | slice, ...], value: np.ndarray, programs: _Programs, blocks: _Blocks | None
+    ) -> Iterator["_Piece"]:
+        """What of ``whole[index] = value`` the parts hold, slab by slab; ``index`` counts layers and experts. Values in
+        FP8 come with their ``blocks``; a slab that has no scales then has no programs."""
         numbers = [number for number in index if isinstance(number, int)]
         for bounds, place in self.places.items():
             leading = bounds[: len(numbers)]
@@ -214,29 +253,47 @@ class _Parts:
             own = value[tuple(slice(*bound) for bound in bounds[len(numbers) :])]
             local = [number - begin for number, (begin, _) in zip(numbers, leading, strict=True)]
             if isinstance(self.arrays[bounds], np.ndarray):
-                yield _Piece(self, bounds, np.asarray(local), own, None, None)
+                yield _Piece(self, bounds, np.asarray(local), own)
                 continue
             order = tuple(np.argsort([-abs(stride) for stride in own.strides], kind="stable").tolist())
-            for start, source in slabs(own, order):
-                slab = source.transpose(order)
-                key = bounds, order, slab.shape, slab.dtype
+            together = 1 if blocks is None else blocks.rows_together(own.transpose(order))
+            for start, source in slabs(own, order, together):
+                slab, at = source.transpose(order), np.asarray([*local, *start], np.int32)
+                scales = None if blocks is None else blocks.of(slab)
+                if blocks is not None and scales is None:
+                    yield _Piece(self, bounds, at, slab)
+                    continue
+                key = bounds, order, slab.shape, slab.dtype, None if scales is None else scales.shape
                 if key not in self.programs:
-                    self.programs[key] = self._programs_of(place, bounds, order, source, programs)
-                yield _Piece(self, bounds, np.asarray([*local, *start], np.int32), slab, *self.programs[key])
+                    self.programs[key] = self._programs_of(place, bounds, order, source, scales, blocks, programs)
+                yield _Piece(self, bounds, at, slab, scales, self.programs[key])
 
     def _programs_of(
-        self, place: NamedSharding, bounds: Bounds, order: tuple[int, ...], source: np.ndarray, programs: _Programs
+        self,
+        place: NamedSharding,
+        bounds: Bounds,
+        order: tuple[int, ...],
+        source: np.ndarray,
+        scales: np.ndarray | None,
+        blocks: _Blocks | None,
+        programs: _Programs,
     ) -> tuple[Future[Any], Future[Any]]:
         """What turns a slab like ``source`` from its file's order, and what puts it into its part."""
+
+        def placed(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
         lengths = tuple(end - begin for begin, end in bounds)
         shape = (1,) * (len(lengths) - source.ndim) + source.shape
-        slab = jax.ShapeDtypeStruct(source.transpose(order).shape, source.dtype, sharding=place)
-        part, laid = (jax.ShapeDtypeStruct(size, self.dtype, sharding=place) for size in (lengths, shape))
-        turned = tuple(np.argsort(order).tolist())
-        return (
-            programs.compiled(_turn, slab, turned=turned, shape=shape, dtype=self.dtype),
-            programs.compiled(_put, part, laid, jax.ShapeDtypeStruct((len(lengths),), jnp.int32)),
-        )
+        turned = {"turned": tuple(np.argsort(order).tolist()), "shape": shape, "dtype": self.dtype}
+        slab = placed(source.transpose(order).shape, source.dtype)
+        if blocks is None or scales is None:
+            turn = programs.compiled(_turn, slab, **turned)
+        else:
+            sizes = {"columns": blocks.values.shape[1], "block": blocks.block}
+            turn = programs.compiled(_scale_and_turn, slab, placed(scales.shape, scales.dtype), **sizes, **turned)
+        at = jax.ShapeDtypeStruct((len(lengths),), jnp.int32)
+        return turn, programs.compiled(_put, placed(lengths, self.dtype), placed(shape, self.dtype), at)
 
     def assembled(self) -> jax.Array:
         """The whole parameter, its parts where they are."""
@@ -247,27 +304,27 @@ class _Parts:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A slab in the order of its file, which part of a parameter it belongs to and where in it, and the programs that
-    turn it and put it there; none where the part is on the host."""
+    """A slab in the order of its file, which part of a parameter it belongs to and where in it, the scales of its
+    blocks if it is in FP8, and the programs that turn it and put it there; none where the part is on the host."""
 
     parts: _Parts
     bounds: Bounds
     at: np.ndarray
     slab: np.ndarray
-    turn: Future[Any] | None
-    put: Future[Any] | None
+    scales: np.ndarray | None = None
+    programs: tuple[Future[Any], Future[Any]] | None = None
 
     def set(self, reader: SlabReader) -> None:
         """Reads it and puts it where it belongs. Devices turn it, which a host does far below the speed of a disk, and
         by a program of its own: turned while it is put, XLA writes it with strides. It is waited for: the reader's
         memory takes the next, and devices would hold what is still on its way."""
         arrays, bounds = self.parts.arrays, self.bounds
-        if self.turn is None or self.put is None:
+        if self.programs is None:
             arrays[bounds][tuple(self.at)] = self.slab
             return
         sent = jax.device_put(reader.read(self.slab), self.parts.places[bounds])
-        turned = jax.block_until_ready(self.turn.result()(sent))
-        put = self.put.result()
+        turn, put = (program.result() for program in self.programs)
+        turned = jax.block_until_ready(turn(sent) if self.scales is None else turn(sent, self.scales))
         with self.parts.locks[bounds]:  # one writer: the part is taken over
             arrays[bounds] = jax.block_until_ready(put(_result(arrays[bounds]), turned, self.at))
 
@@ -279,6 +336,15 @@ def _result(array: Any) -> Any:
 @partial(jax.jit, static_argnames=("turned", "shape", "dtype"))
 def _turn(slab: jax.Array, turned: tuple[int, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return slab.transpose(turned).astype(dtype).reshape(shape)
+
+
+@partial(jax.jit, static_argnames=("columns", "block", "turned", "shape", "dtype"))
+def _scale_and_turn(
+    slab: jax.Array, scales: jax.Array, columns: int, block: tuple[int, int], **turned: Any
+) -> jax.Array:
+    rows = slab.size // columns
+    wide = scales.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
+    return _turn((slab.reshape(rows, columns).astype(jnp.float32) * wide).reshape(slab.shape), **turned)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -19,10 +19,10 @@ SLAB_BYTES = 8 * 2**20  # what waits to be sent is copied once more, into pinned
 BLOCK = 4096  # what reads past the page cache begin and end at, in files and in memory
 
 
-def slabs(value: np.ndarray, order: tuple[int, ...]) -> Iterator[tuple[list[int], np.ndarray]]:
+def slabs(value: np.ndarray, order: tuple[int, ...], together: int = 1) -> Iterator[tuple[list[int], np.ndarray]]:
     """Pieces of ``value`` of about ``SLAB_BYTES`` at most along the axis that the file has outermost (``order[0]``),
-    each with its start along every axis of ``value``. They are alike where that takes no more than twice as many: each
-    shape takes a program."""
+    each with its start along every axis of ``value``, a multiple of ``together`` along that one. They are alike where
+    that takes no more than twice as many: each shape takes a program."""
     start = [0] * value.ndim
     if not value.ndim:
         yield start, value
@@ -30,8 +30,9 @@ def slabs(value: np.ndarray, order: tuple[int, ...]) -> Iterator[tuple[list[int]
     outer = order[0]
     length = value.shape[outer]
     fewest = min(length, -(-value.nbytes // SLAB_BYTES)) or 1
-    pieces = next((count for count in range(fewest, 2 * fewest + 1) if length % count == 0), fewest)
-    step = -(-length // pieces)
+    even = (length // count for count in range(fewest, 2 * fewest + 1) if length % count == 0)
+    step = next((rows for rows in even if rows % together == 0 or rows == length), 0)
+    step = step or -(-length // fewest // together) * together
     for begin in range(0, length, step):
         start[outer] = begin
         cut = tuple(slice(begin, begin + step) if axis == outer else slice(None) for axis in range(value.ndim))

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
-from models import checkpoint
+from models import checkpoint, sharded_checkpoint, slab_reader
 from models.families import random_model
 from models.safetensors_reader import CheckpointError, read_file, stored_array, with_scales_applied
 from tests.models.tiny import DENSE, V2, V3
@@ -146,7 +146,7 @@ def test_fp8_blocks_are_scaled_and_partial_blocks_too():
         with_scales_applied(stored, (2, 4))
 
 
-def test_an_fp8_checkpoint_loads_from_its_file(folder, model):
+def test_an_fp8_checkpoint_loads_from_its_file(folder, model, monkeypatch):
     """As DeepSeek publishes V3: linear layers in FP8 with a scale a block, norms and router wide."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
@@ -154,9 +154,11 @@ def test_an_fp8_checkpoint_loads_from_its_file(folder, model):
 
     def quantise(tensors):
         for name in [name for name in tensors if "_proj" in name and name.endswith("weight")]:
-            scale = np.full([-(-length // 8) for length in tensors[name].shape], 0.25, np.float32)
-            tensors[name] = (tensors[name] * 4).astype(ml_dtypes.float8_e4m3fn)
-            tensors[name + "_scale_inv"] = scale
+            rows, columns = tensors[name].shape
+            scale = np.exp2(-2.0 - np.arange(-(-rows // 8) * -(-columns // 8)) % 3).reshape(-(-rows // 8), -1)
+            wide = scale.repeat(8, 0)[:rows].repeat(8, 1)[:, :columns]
+            tensors[name] = (tensors[name] / wide).astype(ml_dtypes.float8_e4m3fn)
+            tensors[name + "_scale_inv"] = scale.astype(np.float32)
 
     edit(folder, quantise)
     assert read_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].dtype.itemsize == 1
@@ -165,6 +167,18 @@ def test_an_fp8_checkpoint_loads_from_its_file(folder, model):
     assert loaded.digest != model.digest
     # Three bits of mantissa: within 1/16 of the value.
     assert_close(loaded.params["moe"]["mlp"]["down"], model.params["moe"]["mlp"]["down"], rtol=1 / 16, atol=1e-3)
+    monkeypatch.setattr(slab_reader, "SLAB_BYTES", 500)  # so that devices scale, block by block, what they can
+    scaled, compiled = [], sharded_checkpoint._Programs.compiled
+
+    def recorded(self, function, *arrays, **static):
+        scaled.append(function is sharded_checkpoint._scale_and_turn)
+        return compiled(self, function, *arrays, **static)
+
+    monkeypatch.setattr(sharded_checkpoint._Programs, "compiled", recorded)
+    mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+    parts = sharded_checkpoint.load_sharded(folder, mesh, jnp.float32, digest="fp8")
+    jax.tree.map(np.testing.assert_array_equal, parts.params, loaded.params)
+    assert any(scaled)
 
 
 def test_orbax_round_trip_with_the_config(model, tmp_path):
