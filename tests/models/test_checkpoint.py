@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import models
-from models import checkpoint, sharded_checkpoint, slab_reader
+from models import checkpoint, checkpoint_parts, sharded_checkpoint, slab_reader
 from models.families import random_model
 from models.safetensors_reader import CheckpointError, read_file, stored_array, with_scales_applied
 from tests.models.tiny import DENSE, V2, V3
@@ -168,13 +168,13 @@ def test_an_fp8_checkpoint_loads_from_its_file(folder, model, monkeypatch):
     # Three bits of mantissa: within 1/16 of the value.
     assert_close(loaded.params["moe"]["mlp"]["down"], model.params["moe"]["mlp"]["down"], rtol=1 / 16, atol=1e-3)
     monkeypatch.setattr(slab_reader, "SLAB_BYTES", 500)  # so that devices scale, block by block, what they can
-    scaled, compiled = [], sharded_checkpoint._Programs.compiled
+    scaled, compiled = [], checkpoint_parts.Programs.compiled
 
     def recorded(self, function, *arrays, **static):
-        scaled.append(function is sharded_checkpoint._scale_and_turn)
+        scaled.append(function is checkpoint_parts._scale_and_turn)
         return compiled(self, function, *arrays, **static)
 
-    monkeypatch.setattr(sharded_checkpoint._Programs, "compiled", recorded)
+    monkeypatch.setattr(checkpoint_parts.Programs, "compiled", recorded)
     mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
     parts = sharded_checkpoint.load_sharded(folder, mesh, jnp.float32, digest="fp8")
     jax.tree.map(np.testing.assert_array_equal, parts.params, loaded.params)
