@@ -1,11 +1,14 @@
 """``irminsul cache``: what a disk tier holds, whether it is whole, a copy of it, and forgetting."""
 
+import bisect
 import dataclasses
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from absl import flags
+from jaxtyping import Int32
 
+import models
 from command_line.command import DONE, FOUND_WANTING, Command, add_dtype, exactly, own_flags, print_json, take_action
 from command_line.store_contents import Contents, copy_objects, read_contents, verify
 from experiments import report, subjects
@@ -14,6 +17,9 @@ from irminsul.cache import CacheConfig
 from irminsul.cache_format import CacheFormat
 from irminsul.store import Store
 from irminsul.store_backend import StoreLockedError, StoreWriteError
+from irminsul.store_record import StoredObjectError
+from models.text_stream import TextStream
+from models.tokenizer import Tokenizer
 from pallas_kernels.page_table import Storage
 
 
@@ -71,7 +77,8 @@ def _forget(arguments: list[str], values: flags.FlagValues) -> int:
     if not values.text or not values.model or not values.namespace:
         raise InputError("--model, --namespace and --text are needed: whose rows of which words go")
     subject = subjects.subject(values.model, values.dtype)
-    tokens = np.asarray(subject.encode(values.text), np.int32)
+    tokenizer = models.load_tokenizer(values.model, reference=True)
+    tokens = tokenizer.encode(values.text)
     owners = [owner for owner in _contents(url).owners if owner.namespace == values.namespace]
     if not owners:
         raise InputError(f"namespace={values.namespace!r} has nothing in {url}; see irminsul cache stats {url}")
@@ -92,18 +99,45 @@ def _forget(arguments: list[str], values: flags.FlagValues) -> int:
             )
     try:
         with Store(url, subject.model, config) as store:
-            forgotten = store.forget(tokens, namespace=values.namespace)
-    except (StoreLockedError, StoreWriteError) as error:
+            runs = {tuple(tokens.tolist())}
+            for sequence in store.sequences(values.namespace):
+                runs |= runs_spelling(tokenizer, sequence, values.text)
+            reports = [store.forget(np.array(run, np.int32), namespace=values.namespace) for run in sorted(runs)]
+    except (StoreLockedError, StoreWriteError, StoredObjectError) as error:
         raise InputError(str(error)) from error
-    found: dict[str, Any] = {"tokens": len(tokens), **dataclasses.asdict(forgotten)}
+    totals = {
+        name: sum(getattr(one, name) for one in reports) for name in ("rows", "pages", "requests", "unknown_rows")
+    }
     if values.json:
-        print_json(found)
-    else:
+        print_json({"tokens": len(tokens), "spellings": len(runs), **totals})
+    elif totals["rows"]:
         print(
-            f"{len(tokens)} tokens sought: {forgotten.rows:,} rows of {forgotten.requests:,} requests are gone, "
-            f"{forgotten.pages:,} pages deleted"
+            f"{len(runs)} spellings in tokens sought: {totals['rows']:,} rows of {totals['requests']:,} requests are "
+            f"gone, {totals['pages']:,} pages deleted"
         )
+    else:
+        print("these words stand in no stored prompt or answer of this tenant; nothing is gone")
     return DONE
+
+
+def runs_spelling(tokenizer: Tokenizer, tokens: Int32[np.ndarray, " T"], text: str) -> set[tuple[int, ...]]:
+    """The runs of tokens in which ``text`` stands, however it is cut: inside a prompt a word has other tokens than by
+    itself. Tokens of which it is but a part belong to the run."""
+    found = set()
+    for part in np.split(tokens, np.flatnonzero(tokens < 0)):
+        known = part[part >= 0].tolist()
+        stream, ends = TextStream(tokenizer, lambda _: None), [0]
+        for token in known:
+            stream.add(token)
+            ends.append(len(stream.text))
+        place = stream.text.find(text)
+        while place >= 0:
+            begin = bisect.bisect_right(ends, place) - 1
+            while begin and ends[begin] == ends[begin - 1]:  # halves of a character, and what is shown as nothing
+                begin -= 1
+            found.add(tuple(known[begin : bisect.bisect_left(ends, place + len(text))]))
+            place = stream.text.find(text, place + 1)
+    return found
 
 
 def _run(arguments: list[str], values: flags.FlagValues) -> int:
@@ -115,7 +149,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("model", "", "forget: the model whose rows they are", flag_values=values)
     add_dtype(values, "forget: of that model, as it was served")
     flags.DEFINE_string("namespace", "", "forget: the tenant, as stats shows it", flag_values=values)
-    words = "forget: words; every occurrence of their tokens goes, and all that was computed behind it"
+    words = "forget: words; wherever they stand they go, and all that was computed behind them"
     flags.DEFINE_string("text", "", words, flag_values=values)
     return values
 

@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 import tensorstore
+from jaxtyping import Int32
 
 from irminsul import page_tree
 from irminsul.cache import CacheConfig, ContentCache, next_step, open_namespace
 from irminsul.cache_format import CacheFormat
+from irminsul.cache_key import namespace_prefix
 from irminsul.content import extend_content
 from irminsul.forget import Forgotten
 from irminsul.page_tree import FREE, UNKNOWN
@@ -327,10 +329,7 @@ class Store:
         self._writer.wait()
         self._settle_failures()  # what could not be written is nothing to forget, what could not be deleted goes now
         try:
-            owners = tenant_owners(self._backend, namespace)
-            for owner in owners:
-                if owner.format == self.format:
-                    self._owner(owner.key)
+            owners = self._open_tenant(namespace)
             number = self._pages.numbers.get(what, UNKNOWN) if isinstance(what, int) else what
             if isinstance(number, int) and number not in self._catalog.cache.provenance.computations:
                 return Forgotten(0, 0, 0, 0)  # nothing of that request is stored
@@ -344,6 +343,27 @@ class Store:
         self._shorter.clear()
         self.metrics.deleted += len(gone)
         return report
+
+    def sequences(self, namespace: str = "default") -> list[Int32[np.ndarray, " _"]]:
+        """The tokens of every prompt and answer of a tenant of which rows are stored, in which to look for what to
+        ``forget``; -1 where they are not known.
+
+        Raises:
+          StoredObjectError: if the tenant's objects cannot be listed.
+        """
+        self._open_tenant(namespace)
+        cache, prefix = self._catalog.cache, namespace_prefix(namespace)
+        mine = {index for index, key in enumerate(cache.namespaces) if key.startswith(prefix)}
+        found = [number for number, kept in cache.provenance.computations.items() if kept.namespace in mine]
+        return [cache.provenance.tokens(number) for number in found]
+
+    def _open_tenant(self, namespace: str) -> list[Owner]:
+        """Every owner of a tenant and of who has read its rows; the records of those of this format are read."""
+        owners = tenant_owners(self._backend, namespace)
+        for owner in owners:
+            if owner.format == self.format:
+                self._owner(owner.key)
+        return owners
 
     def _require_writer(self) -> None:
         if not self._backend.write_allowed:

@@ -137,7 +137,9 @@ def stored(tmp_path_factory):
     config = CacheConfig(num_pages=16, max_prompt_tokens=256, max_new_tokens=0)
     engine = Engine.create(model, config, mode="deterministic", store=url)
     tokenizer = load_tokenizer(str(TOKENIZER))
-    secret = tokenizer.encode("the password is swordfish").ids
+    secret = tokenizer.encode("It is said: the password is swordfish, they say").ids
+    by_itself = tokenizer.encode("password is sword").ids
+    assert str(by_itself)[1:-1] not in str(secret)  # in a sentence words have other tokens than alone
     rest = np.random.default_rng(5).integers(300, 8000, 131)
     engine.serve(np.concatenate([rest[:67], secret, rest[67:]]).astype(np.int32), namespace="alice")
     engine.serve(rest.astype(np.int32), namespace="bob")
@@ -166,9 +168,9 @@ def test_stored_pages_are_counted_checked_copied_and_forgotten(stored, capsys):
     assert found["whole"] == sum(pages.values()) - 1
     assert run("export", copy, f"file://{folder}/third/")[1]["left_out"] == 1
 
-    forget = ["forget", url, f"--model={folder}/model", "--text=the password is swordfish"]
+    forget = ["forget", url, f"--model={folder}/model", "--text=password is sword"]
     code, found = run(*forget, "--namespace=alice")
-    assert (code, found["requests"]) == (0, 1)
+    assert (code, found["requests"], found["spellings"]) == (0, 1, 2)
     left = {owner.namespace: owner.pages for owner in read_contents(url).owners}
     assert left["bob"] == pages["bob"]
     assert left.get("alice", 0) < pages["alice"]
