@@ -119,7 +119,7 @@ def turn(
     tree = dataclasses.replace(tree, clock=clock, last_used=last_used, served=rows_served)
     carry = dataclasses.replace(carry, tree=tree)
 
-    logits = None
+    logits, kept = None, need
     if model is not None:
         if carry.pool is None:
             raise ValueError("carry holds no pool (plan only); create the cache with the model's row_format")
@@ -129,14 +129,14 @@ def turn(
             keep_hidden=False,
         )  # fmt: skip
         logits = jnp.where(served, logits, jnp.nan)
+        kept = jnp.where(jnp.isfinite(jnp.max(logits)), need, 0)
         carry = dataclasses.replace(carry, pool=pool)
     if policy.register:
-        carry = finish(carry, plan, content, placement, pages, need)
+        carry = finish(carry, plan, content, placement, pages, kept)
     else:
-        carry = dataclasses.replace(
-            carry,
-            tree=lax.fori_loop(0, need, lambda i, tree: release(tree, pages[i], jnp.bool_(True)), carry.tree),
-        )
+        kept = jnp.zeros_like(need)
+    tree = lax.fori_loop(kept, need, lambda i, tree: release(tree, pages[i], jnp.bool_(True)), carry.tree)
+    carry = dataclasses.replace(carry, tree=tree)
     bin_of_token = jnp.where(served, plan.bin_of_token, NO_BIN).astype(jnp.int8)
     evictions = jnp.maximum(need - allocation.free, 0)
     counts = of_turn(served, plan.bins, evictions, need, table, tree.num_pages)

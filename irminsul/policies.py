@@ -36,7 +36,7 @@ class Policy:
       discovery: find shifted spans by ``anchors`` (32-token windows sampled by content) or by whole ``chunks``.
       extension: grow a shifted hit to both sides for as long as tokens agree.
       min_reuse: shifted spans shorter than this are computed. Matches that touch are one span, as are those that touch
-        the exact prefix with it: what an edit cut apart is still served. Serving a span costs as much as computing 2.4
+        the exact prefix with it: what an edit cut apart is still served. Serving a span costs as much as computing 3.7
         tokens (DeepSeek-V2-Lite, one H200, ``docs/results/latency_h200``); 64 is the run that anchors are sure to find.
       sink_tokens: shifted hits neither fill nor use positions below this; they may hold attention sinks.
       register: keep the rows of this request for later ones.

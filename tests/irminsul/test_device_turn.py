@@ -209,6 +209,11 @@ def test_a_scan_over_turns_equals_the_engine_bit_for_bit():
     assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in jax.tree.leaves(arguments[1]))
     assert memory.temp_size_in_bytes < engine.cache.pool.rope_pages.nbytes
 
+    broken = jax.tree.map(lambda x: x * jnp.nan, model)
+    carry, wrong = session(broken, to_device(engine.cache.copy()), *arguments[2:])
+    assert np.isnan(wrong.logits).all()
+    assert not wrong.bins[:, :2].any()  # what went wrong is kept by nobody
+    assert not np.isin(np.arange(1, 12) + int(engine.cache.clock), carry.tree.writer).any()
     carry, outputs = session(*arguments)
     exact = shifted = 0
     for turn, prompt in enumerate(prompts):
