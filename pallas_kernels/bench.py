@@ -4,8 +4,9 @@
 
 Every call reads another layer of a pool several times larger than the second-level cache, so rows come from memory.
 Times are those of the kernels on the device (CUPTI), summed over a call: attention, merging of splits, moving queries
-into tiles; the plan, which layers share, is made once a program of many calls. Where there is no such timer (a CPU) the
-host's clock around the program stands in. Ceilings are measured between the shapes, in the power state they run in.
+into tiles; the plan, which layers share, is made once a program of many calls, and what its loop takes to count them is
+subtracted. Where there is no such timer (a CPU) the host's clock around the program stands in. Ceilings are measured
+between the shapes, in the power state they run in.
 
 A row is one shape and one pattern of distances; ``rotation`` false is the same kernel with rotation compiled out.
 Rows of ``storage`` "unrotated" turn every key by its own position: in XLA where the form is absorbed.
@@ -211,6 +212,13 @@ def compiled(task: Task) -> jax.stages.Compiled:
     return jax.jit(program).lower(jax.eval_shape(lambda: operands_of(task))).compile()
 
 
+def counting_microseconds(task: Task) -> float:
+    """What a program's loop takes a call to count calls and to choose the layer: two kernels of a microsecond."""
+    count = jax.jit(lambda layer: lax.fori_loop(0, task.calls, lambda index, _: index % task.layers, layer))
+    _, kernels = kernel_microseconds(count.lower(jnp.int32(0)).compile(), jnp.int32(0))
+    return sum(kernels.values()) / task.calls
+
+
 def timed_rows(group: list[tuple[Task, jax.stages.Compiled]], repeats: int) -> Iterator[dict[str, Any]]:
     """One row a task and pattern; all read the same operands and take turns, in alternating order.
 
@@ -221,6 +229,7 @@ def timed_rows(group: list[tuple[Task, jax.stages.Compiled]], repeats: int) -> I
     tables = [arguments(spec, layers=1, capacity=task.capacity)["page_table"] for task, _, spec in cases]
     times: list[list[tuple[float, float]]] = [[] for _ in cases]
     last: list[Any] = [None] * len(cases)
+    counting = counting_microseconds(group[0][0])
     for turn in range(repeats + 1):
         for case in sorted(range(len(cases)), reverse=turn % 2 == 1):
             task, program, _ = cases[case]
@@ -232,7 +241,7 @@ def timed_rows(group: list[tuple[Task, jax.stages.Compiled]], repeats: int) -> I
                 continue
             last[case], kernels = kernel_microseconds(program, operands)
             total, largest = (sum(kernels.values()), max(kernels.values())) if kernels else (wall, wall)
-            times[case].append((total / task.calls, largest / task.calls))
+            times[case].append((total / task.calls - counting, largest / task.calls))
     for (task, _, spec), table, results, measured in zip(cases, tables, last, times, strict=True):
         totals = [total for total, _ in measured]
         operands["page_table"] = table

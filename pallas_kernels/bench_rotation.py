@@ -19,7 +19,15 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.bench import COMPILING_THREADS, PATTERNS, Task, compiled, environment, operands_of
+from pallas_kernels.bench import (
+    COMPILING_THREADS,
+    PATTERNS,
+    Task,
+    compiled,
+    counting_microseconds,
+    environment,
+    operands_of,
+)
 from pallas_kernels.compat import kernel_microseconds
 from pallas_kernels.rotated_latent_attention.arg_specs import DECODE, EXTEND, ArgSpec, arguments
 
@@ -53,6 +61,7 @@ def main(argv: list[str] | None = None) -> None:
 def timed_rounds(pair: list[Task], programs: list[jax.stages.Compiled]) -> Iterator[dict[str, float]]:
     """Microseconds a call in each round: of every table, with rotation and with it compiled out."""
     operands, (task, _) = operands_of(pair[0]), pair
+    counting = counting_microseconds(task)
     cases = [(name, rotation) for name in PATTERNS[:2] for rotation in (True, False)]
     tables = {
         name: arguments(replace(task.spec, delta_pattern=name), layers=1, capacity=task.capacity)["page_table"]
@@ -65,7 +74,8 @@ def timed_rounds(pair: list[Task], programs: list[jax.stages.Compiled]) -> Itera
             operands["page_table"] = tables[name]
             jax.block_until_ready(program(operands))
             _, kernels = kernel_microseconds(program, operands)
-            times[f"{name}_{'rotation' if rotation else 'compiled_out'}"] = sum(kernels.values()) / task.calls
+            took = sum(kernels.values()) / task.calls - counting
+            times[f"{name}_{'rotation' if rotation else 'compiled_out'}"] = took
         if turn:  # the first round warms up
             yield times
 

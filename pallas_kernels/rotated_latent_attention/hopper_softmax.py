@@ -79,7 +79,9 @@ def weigh(score: Any, maximum: Any, total: Any, factor: float, interpret: bool) 
                 highest = arith.maxnumf(highest, mosaic.shfl_bfly(highest, distance))
             new = arith.maxnumf(old, highest)
             shift = arith.negf(arith.mulf(new, scale))
-            rescale = _power_of_two(mathematics.fma(old, scale, shift))
+            # Exactly 1 where the maximum stays. From rounded products it would be near 1, and anything at all between
+            # two floors, where a row has seen nothing yet.
+            rescale = _power_of_two(arith.mulf(arith.subf(old, new), scale))
             powers = [[_power_of_two(mathematics.fma(value, scale, shift)) for value in pair] for pair in values]
             for index, pair in zip(mine, powers, strict=True):
                 weights[index] = vector.from_elements(score.registers[index].type, pair)
