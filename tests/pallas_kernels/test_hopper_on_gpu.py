@@ -23,7 +23,7 @@ from pallas_kernels.rotate_keys.api import rotate_keys
 from pallas_kernels.rotated_latent_attention import expanded, expanded_hopper, hopper, reference
 from pallas_kernels.rotated_latent_attention.api import expanded_latent_attention, hopper_available
 from tests.pallas_kernels.latent_attention_cases import LatentAttentionCases
-from tests.pallas_kernels.latent_oracle import random_problem, rotate64
+from tests.pallas_kernels.latent_oracle import oracle, random_problem, rotate64
 from tests.pallas_kernels.test_expanded_hopper import assert_one_launch_serves_two_requests
 from tests.tolerances import assert_close
 
@@ -99,6 +99,17 @@ def test_placement_of_pages_and_distance_0_do_not_matter_bit_for_bit(heads, quer
     level = replace(problem, entries=tuple(tuple((*e[:4], e[3]) for e in mine) for mine in problem.entries))
     assert_same_bits(attend(level), attend(level, rotate=False))
     assert not np.array_equal(attend(level)[1], expected[1])
+
+
+def test_queries_that_see_nothing_of_the_first_page_of_their_table():
+    problem = problem_on_gpu(13, rows=(700,), queries=(67,), latent_width=512, num_pages=41, full_pages=True)
+    backwards = replace(problem, entries=tuple(mine[::-1] for mine in problem.entries))
+    assert problem.query_position[0] < backwards.entries[0][0][3] < problem.query_position[-1]
+    expected, total = oracle(problem)
+    for order in (problem, backwards):
+        out, lse = attend(order, splits=1)
+        assert np.linalg.norm(out - expected) < 2.5e-3 * np.linalg.norm(expected)
+        assert_close(lse, total, **TestHopper.log_sum_exp_tolerance)
 
 
 @pytest.mark.parametrize(("heads", "queries"), [(3, (1, 1, 1, 1)), (3, (67, 1, 3, 9)), (8, (2, 1, 1, 3))])
