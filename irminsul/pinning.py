@@ -10,6 +10,7 @@ from irminsul.cache_key import request_key
 from irminsul.content import read_content
 from irminsul.plan import plan_prompt
 from irminsul.policies import Policy, get_policy
+from irminsul.prompt_checks import as_token_ids, check_token_ids
 
 
 def pin(
@@ -35,14 +36,18 @@ def pin(
 
     Raises:
       ConsumedError: if the cache was taken over by an earlier step.
+      ValueError: for a policy or tokens that ``prefill`` would refuse.
     """
     cache.require_alive()
+    tokens = as_token_ids("tokens", tokens)
+    if tokens.size:
+        check_token_ids(tokens, model)
     policy = get_policy(policy, shifted="ignore", repair="none", provenance="same_namespace")
     key = request_key(cache, model, namespace, adapter, policy.bitwise, mode)
     if key not in cache.namespaces:
         return 0
     # One token more, since a plan leaves the last one to be computed.
-    tokens = np.append(np.asarray(tokens, np.int32), np.int32(0))
+    tokens = np.append(tokens.astype(np.int32), np.int32(0))
     content = read_content(tokens, cache.config.chunking, key)
     plan = plan_prompt(
         cache.tree, cache.registry, content, cache.namespaces.index(key), policy, cache.config.chunking.anchor_window

@@ -14,6 +14,7 @@ import xxhash
 
 from irminsul.cache import CacheConfig, ContentCache, new_cache
 from irminsul.cache_format import CacheFormat
+from irminsul.prompt_checks import check_pool
 from irminsul.provenance import Computation, Provenance
 from irminsul.store_provenance import scalars
 
@@ -27,13 +28,15 @@ def save_cache(cache: ContentCache, model: Any, folder: str | Path) -> None:
 
     Raises:
       ConsumedError: if the cache was taken over by a later step.
-      ValueError: if requests are in flight.
+      ValueError: if requests are in flight, or its rows are not the model's.
     """
     import orbax.checkpoint as ocp  # takes seconds to import, and serving needs it not
 
     cache.require_alive()
     if cache.in_flight.any():
         raise ValueError(f"{int((cache.in_flight > 0).sum())} pages are in flight; complete their requests first")
+    if cache.pool is not None and model is not None:
+        check_pool(cache.pool, model.row_format)
     arrays = _arrays(cache)
     identity = {
         "format": CacheFormat.of(model, cache.config).to_json(),

@@ -18,6 +18,7 @@ from irminsul.commit import PoolTooSmallError
 from irminsul.decode import advance, start_decoding
 from irminsul.engine import Engine
 from irminsul.forget import forget
+from irminsul.pinning import pin
 from irminsul.policies import Policy, get_policy
 from irminsul.prefill import complete, prefill
 from irminsul.prompt_checks import as_token_ids, check_prompt
@@ -124,6 +125,11 @@ def test_a_pool_that_the_device_has_no_room_for(short_model, config, monkeypatch
     monkeypatch.setattr("irminsul.cache.new_pool", new_pool)
     with pytest.raises(ValueError, match=f"num_pages={config.num_pages} pages .* do not fit"):
         new_cache(config, short_model.row_format)
+
+
+def test_pinning_what_is_no_token(cache):
+    for tokens, match in (([2**32], "the id 4294967296"), ([1.5], "tokens has dtype float64")):
+        assert_refused(cache, ValueError, match, lambda tokens=tokens: pin(None, cache, np.array(tokens)))
 
 
 @pytest.mark.parametrize("what", [[2**32 + 5, 2**32 + 6], [5, -1]])
