@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from models import families
 from models.sharded_checkpoint import READERS, load_sharded, printed_progress
-from models.slab_reader import SLAB_BYTES, aligned, read_directly
+from models.slab_reader import SLAB_BYTES, aligned, open_directly, read_directly
 
 SHARD_BYTES = 5 * 2**30
 
@@ -97,24 +97,25 @@ def _plain_seconds(folder: Path, *, cold: bool = True, past: bool = False) -> fl
     ``past`` the page cache or through it."""
     if cold:
         _drop(folder)
-    begins = [(path, begin) for path in _files(folder) for begin in range(0, path.stat().st_size, SLAB_BYTES)]
+    opened = {path: (past and open_directly(path)) or os.open(path, os.O_RDONLY) for path in _files(folder)}
+    begins = [(path, begin) for path in opened for begin in range(0, path.stat().st_size, SLAB_BYTES)]
     own = threading.local()
 
     def read(place: tuple[Path, int]) -> None:
         path, begin = place
         if not hasattr(own, "memory"):
             own.memory = aligned(SLAB_BYTES)
-        if past:
-            read_directly(path, own.memory, begin, min(SLAB_BYTES, path.stat().st_size - begin))
-        else:
-            with path.open("rb", buffering=0) as file:
-                file.seek(begin)
-                file.readinto(own.memory)
+        length = min(SLAB_BYTES, path.stat().st_size - begin)
+        if not past or not read_directly(opened[path], own.memory, begin, length):
+            os.preadv(opened[path], [own.memory[:length].data], begin)
 
     started = time.perf_counter()
     with ThreadPoolExecutor(READERS) as readers:
         list(readers.map(read, begins))
-    return time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    for file in opened.values():
+        os.close(file)
+    return seconds
 
 
 def write_synthetic(

@@ -171,11 +171,12 @@ class Piece:
         if self.programs is None:
             arrays[bounds][tuple(self.at)] = self.slab
             return
-        sent = jax.device_put(reader.read(self.slab), self.parts.places[bounds])
         turn, put = (program.result() for program in self.programs)
-        turned = jax.block_until_ready(turn(sent) if self.scales is None else turn(sent, self.scales))
+        sent = jax.device_put(reader.read(self.slab), self.parts.places[bounds])
+        turned = turn(sent) if self.scales is None else turn(sent, self.scales)
         with self.parts.locks[bounds]:  # one writer: the part is taken over
-            arrays[bounds] = jax.block_until_ready(put(_result(arrays[bounds]), turned, self.at))
+            arrays[bounds], done = put(_result(arrays[bounds]), turned, self.at)
+        done.block_until_ready()
 
 
 def _result(array: Any) -> Any:
@@ -197,5 +198,6 @@ def _scale_and_turn(
 
 
 @partial(jax.jit, donate_argnums=0)
-def _put(part: jax.Array, value: jax.Array, at: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice(part, value, [at[axis] for axis in range(part.ndim)])
+def _put(part: jax.Array, value: jax.Array, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The part, which the next call takes over, and what says that it was written."""
+    return jax.lax.dynamic_update_slice(part, value, [at[axis] for axis in range(part.ndim)]), jnp.zeros((), jnp.bool_)

@@ -36,11 +36,13 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor on disk: its shape, and how to read it; if it is stored scaled, also what it is read from."""
+    """A tensor on disk: its shape, and how to read it; the file and the byte in it where it lies as it is, or, if it is
+    stored scaled, what it is computed from."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     read: Callable[[], np.ndarray]
+    place: tuple[Path, int] | None = None
     scaled: "Scaled | None" = None
 
     @property
@@ -125,7 +127,7 @@ def _stored(path: Path, name: str, entry: dict[str, Any], base: int, size: int) 
     def read() -> np.ndarray:
         return np.memmap(path, dtype, "r", base + begin, shape) if end > begin else np.zeros(shape, dtype)
 
-    return Stored(shape, dtype, read)
+    return Stored(shape, dtype, read, (path, base + begin) if end > begin else None)
 
 
 def with_scales_applied(tensors: dict[str, Stored], block: tuple[int, int]) -> dict[str, Stored]:
@@ -155,7 +157,7 @@ def with_scales_applied(tensors: dict[str, Stored], block: tuple[int, int]) -> d
                 f"blocks of {block} needs {expected}"
             )
         read = _dequantised(weight, scale, block)
-        found[name] = Stored(weight.shape, np.dtype(np.float32), read, Scaled(weight, scale, block))
+        found[name] = Stored(weight.shape, np.dtype(np.float32), read, scaled=Scaled(weight, scale, block))
     return found
 
 

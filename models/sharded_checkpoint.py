@@ -6,6 +6,7 @@ than the largest takes. What lies in files is read slab by slab (``slab_reader.p
 it. On several hosts each reads what its own devices keep. Layout and checks are those of ``checkpoint.py``.
 """
 
+import contextlib
 import math
 import sys
 import time
@@ -27,7 +28,7 @@ from models.checkpoint import check_tensors, is_published, read_published, saved
 from models.checkpoint_parts import Blocks, Parts, Piece, Programs
 from models.families import Family, Model, Tensor
 from models.safetensors_reader import Stored
-from models.slab_reader import SlabReader
+from models.slab_reader import Maps, SlabReader
 
 READERS = 8  # one thread reads and sends at a fraction of what a disk and the way to a device carry
 COMPILED_AT_ONCE = 4
@@ -91,8 +92,10 @@ def read_sharded(
     check_tensors(family, config, stored)
     parts = jax.tree.map(Parts, sharding.abstract(family, config, mesh, dtype))
     tensors = _ordered(family.tensors(config), parts)
-    with ThreadPoolExecutor(COMPILED_AT_ONCE) as compilers:
-        filling = _Filling(parts, stored, compilers)
+    with (
+        ThreadPoolExecutor(COMPILED_AT_ONCE) as compilers,
+        contextlib.closing(_Filling(parts, stored, compilers)) as filling,
+    ):
         filling.begin(tensors)
         _several_at_once(filling.fill, [(tensor, stored[tensor.name]) for tensor in tensors], progress)
     return jax.tree.map(lambda leaf: leaf.assembled(), parts)
@@ -103,9 +106,10 @@ class _Filling:
 
     def __init__(self, parts: Any, stored: Mapping[str, Stored], compilers: ThreadPoolExecutor) -> None:
         self.parts, self.stored, self.compilers, self.programs = parts, stored, compilers, Programs(compilers)
-        self.readers: SimpleQueue[SlabReader] = SimpleQueue()
-        for _ in range(READERS):
-            self.readers.put(SlabReader())
+        self.maps, self.readers = Maps(), [SlabReader() for _ in range(READERS)]
+        self.idle: SimpleQueue[SlabReader] = SimpleQueue()
+        for reader in self.readers:
+            self.idle.put(reader)
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Makes the parts and compiles what they need, in the order of ``tensors``; nothing is waited for."""
@@ -119,12 +123,17 @@ class _Filling:
 
     def fill(self, tensor: Tensor) -> None:
         """Reads a tensor into the parts that hold some of it."""
-        reader = self.readers.get()
+        reader = self.idle.get()
         try:
-            for piece in self._pieces(tensor, lambda one: np.asarray(one.read())):
+            for piece in self._pieces(tensor, self.maps.array):
                 piece.set(reader)
         finally:
-            self.readers.put(reader)
+            self.idle.put(reader)
+
+    def close(self) -> None:
+        """Closes files."""
+        for reader in self.readers:
+            reader.close()
 
     def _pieces(self, tensor: Tensor, array: Callable[[Stored], np.ndarray]) -> list[Piece]:
         """What is to be set of a tensor; of one in FP8 its own bytes, if devices can scale all of them."""

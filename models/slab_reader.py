@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from models.safetensors_reader import CheckpointError
+from models.safetensors_reader import CheckpointError, Stored
 
 SLAB_BYTES = 8 * 2**20  # what waits to be sent is copied once more, into pinned memory that grows in powers of two
 BLOCK = 4096  # what reads past the page cache begin and end at, in files and in memory
@@ -39,11 +39,28 @@ def slabs(value: np.ndarray, order: tuple[int, ...], together: int = 1) -> Itera
         yield list(start), value[cut]
 
 
+class Maps:
+    """Files mapped once each: a map a tensor takes longer to make than to read."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, np.ndarray] = {}
+
+    def array(self, stored: Stored) -> np.ndarray:
+        """A tensor as it lies in its file, mapped; read otherwise."""
+        if stored.place is None:
+            return np.asarray(stored.read())
+        path, begin = stored.place
+        if path not in self._maps:
+            self._maps[path] = np.asarray(np.memmap(path, np.uint8, "r"))
+        return self._maps[path][begin : begin + stored.stored_bytes].view(stored.dtype).reshape(stored.shape)
+
+
 class SlabReader:
     """Reads one slab at a time into memory of its own; a thread has one, and is done with a slab before the next."""
 
     def __init__(self) -> None:
         self._memory = aligned(SLAB_BYTES + 2 * BLOCK)
+        self._files: dict[str, int | None] = {}
 
     def read(self, slab: np.ndarray) -> np.ndarray:
         """``slab`` in C order; of a file, in this reader's memory, until the next is read.
@@ -58,13 +75,23 @@ class SlabReader:
             self._memory = aligned(slab.nbytes + 2 * BLOCK)
         begin = file.offset + slab.ctypes.data - file.ctypes.data
         if slab.flags.c_contiguous and not _is_cached(slab):
-            skipped = begin % BLOCK
-            if read_directly(Path(str(file.filename)), self._memory, begin - skipped, skipped + slab.nbytes):
+            name, skipped = str(file.filename), begin % BLOCK
+            if name not in self._files:
+                self._files[name] = open_directly(name)
+            opened = self._files[name]
+            if opened is not None and read_directly(opened, self._memory, begin - skipped, skipped + slab.nbytes):
                 return self._memory[skipped : skipped + slab.nbytes].view(slab.dtype).reshape(slab.shape)
         copied = self._memory[: slab.nbytes].view(slab.dtype).reshape(slab.shape)
         np.copyto(copied, slab)
         let_go(slab)
         return copied
+
+    def close(self) -> None:
+        """Closes the files that it read."""
+        for file in self._files.values():
+            if file is not None:
+                os.close(file)
+        self._files.clear()
 
 
 def let_go(slab: np.ndarray) -> None:
@@ -110,32 +137,32 @@ def _is_cached(slab: np.ndarray) -> bool:
     return bool(failed) or bool(np.all(pages & 1))
 
 
-_LIBRARY, _BYTES = ctypes.CDLL(None), ctypes.POINTER(ctypes.c_ubyte)
+# Not released while it runs: a look at a few thousand pages is over sooner than a thread is awake again.
+_LIBRARY, _BYTES = ctypes.PyDLL(None), ctypes.POINTER(ctypes.c_ubyte)
 
 
-def read_directly(path: Path, memory: np.ndarray, begin: int, length: int) -> bool:
-    """Reads bytes of a file to the front of ``memory`` past the page cache; ``begin`` and ``memory`` lie on a multiple
+def open_directly(path: Path | str) -> int | None:
+    """A file opened to be read past the page cache; none if its file system has no such way."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECT) if hasattr(os, "O_DIRECT") else None
+    except OSError:
+        return None
+
+
+def read_directly(file: int, memory: np.ndarray, begin: int, length: int) -> bool:
+    """Reads bytes of a file that was opened so to the front of ``memory``; ``begin`` and ``memory`` lie on a multiple
     of ``BLOCK`` and there is room for one. False if its file system has no such way.
 
     Raises:
       CheckpointError: if the file ends before.
     """
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return False
-    try:
-        done, asked = 0, -(-length // BLOCK) * BLOCK
-        while done < length:
-            try:
-                got = os.preadv(file, [memory[done:asked].data], begin + done)
-            except OSError:
-                return False
-            if not got:
-                raise CheckpointError(f"{path} ends {length - done} bytes early; download it again")
-            done += got
-    finally:
-        os.close(file)
+    done, asked = 0, -(-length // BLOCK) * BLOCK
+    while done < length:
+        try:
+            got = os.preadv(file, [memory[done:asked].data], begin + done)
+        except OSError:
+            return False
+        if not got:
+            raise CheckpointError(f"a file of the checkpoint ends {length - done} bytes early; download it again")
+        done += got
     return True
