@@ -23,7 +23,7 @@ from jaxtyping import Float
 from irminsul.batch_line import Line
 from irminsul.batch_state import Prefilling, Running, decode_batch
 from irminsul.blocks import Mode, blocks_for, cost_model
-from irminsul.cache import CacheConfig, ContentCache, new_cache
+from irminsul.cache import CacheConfig, ContentCache, alive_or_empty, new_cache
 from irminsul.cache_key import check_names
 from irminsul.commit import PoolTooSmallError
 from irminsul.compute import run_prefill
@@ -184,7 +184,33 @@ class Batcher:
         return bool(self.line.waiting) or self.prefilling is not None or any(self.slots)
 
     def step(self) -> dict[int, int]:
-        """One token of each running request and the next piece of one prompt; returns the tokens by request."""
+        """One token of each running request and the next piece of one prompt; returns the tokens by request.
+
+        Whatever ends it early (Ctrl-C, say) ends whoever is being served as ``failed``, since nobody knows how far they
+        got, and empties a cache that was being worked on. Those in line can be served on.
+        """
+        try:
+            return self._step()
+        except BaseException as error:
+            self._give_up(f"{type(error).__name__}: {error}".removesuffix(": "))
+            raise
+
+    def _give_up(self, reason: str) -> None:
+        served = [(one.number, one.request) for one in self.slots if one is not None]
+        served += [(one.number, one.admission.request) for one in [*self.sharing, self.prefilling] if one is not None]
+        self.slots, self.sharing, self.prefilling = [None] * len(self.slots), [], None
+        self.blocked, self.line.ahead = False, None
+        self.line.reading.clear()
+        self.cache = alive_or_empty(self.cache, self.model)
+        for number, request in served:
+            if (self.cache.in_flight[request.held] > 0).all():  # else of a cache that is gone
+                self.cache = complete(self.cache, keep_nothing(request))
+            if number in self.line.waiting:  # of which a chunk was computed ahead
+                self.tickets[number].status = "queued"
+            else:
+                self.tickets[number].end("failed", reason)
+
+    def _step(self) -> dict[int, int]:
         emitted = self._emit()
         self._decode()
         if self.prefilling is None:
@@ -328,8 +354,6 @@ class Batcher:
         self.cache = dataclasses.replace(self.cache, pool=pool)
         if not prefilling.finished:
             return
-        if self.prefilling is prefilling:
-            self.prefilling = None
         if prefilling.ahead:
             self._end_ahead(prefilling, logits)
         else:
@@ -337,7 +361,7 @@ class Batcher:
 
     def _prefill_shared(self) -> None:
         """Computes the block of those who share one; a single one takes a block of its own size."""
-        sharing, self.sharing = self.sharing, []
+        sharing = self.sharing
         if len(sharing) == 1:
             self._prefill_piece(sharing[0])
             return
@@ -353,13 +377,18 @@ class Batcher:
     def _end_ahead(self, prefilling: Prefilling, logits: jax.Array) -> None:
         """Keeps the rows of a chunk that was computed behind the sink."""
         request = kept_if_finite(prefilling.admission.request, logits)
+        self.prefilling = None
         self.cache = end_isolated(self.store, self.cache, request, canonical_sink(self.model, self.policy))
 
     def _start(self, computed: Sequence[Prefilling], logits: Sequence[jax.Array]) -> None:
         """Gives slots to requests whose prompts are computed, then draws the first token of each."""
         started = []
-        for one, own in zip(computed, logits, strict=False):
-            request, slot = kept_if_finite(one.admission.request, own), self.slots.index(None)
+        finished = [kept_if_finite(one.admission.request, own) for one, own in zip(computed, logits, strict=False)]
+        self.sharing = []
+        if any(one is self.prefilling for one in computed):
+            self.prefilling = None
+        for one, request in zip(computed, finished, strict=True):
+            slot = self.slots.index(None)
             share_prompt(self.cache, request)
             table = PageTableWriter.of(request, self.cache.config.table_entries)
             self.tickets[one.number].status = "running"

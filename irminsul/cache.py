@@ -167,6 +167,15 @@ def new_cache(config: CacheConfig, row_format: Any = None) -> ContentCache:
     )
 
 
+def alive_or_empty(cache: ContentCache, model: Any) -> ContentCache:
+    """The cache, or an empty one of its config where a step that was interrupted has taken it over and left none."""
+    try:
+        cache.require_alive()
+    except ConsumedError:
+        return new_cache(cache.config, None if model is None else model.row_format)
+    return cache
+
+
 def open_namespace(cache: ContentCache, key: bytes) -> tuple[ContentCache, int]:
     """The index of a namespace key, added if it is new."""
     if key in cache.namespaces:

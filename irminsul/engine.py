@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int8
 
 from irminsul.blocks import Mode, blocks_for
-from irminsul.cache import CacheConfig, ConsumedError, ContentCache, new_cache
+from irminsul.cache import CacheConfig, ConsumedError, ContentCache, alive_or_empty, new_cache
 from irminsul.commit import PoolTooSmallError
 from irminsul.counters import Counters, no_counts, of_request, one_refused
 from irminsul.decode import advance, start_decoding
@@ -225,10 +225,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            try:
-                self.cache.require_alive()
-            except ConsumedError:
-                self.cache = new_cache(self.cache.config, None if self.model is None else self.model.row_format)
+            self.cache = alive_or_empty(self.cache, self.model)
             raise
 
     def _decode(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from irminsul import batching
 from irminsul.batching import Batcher
 from irminsul.cache import CacheConfig, new_cache
 from irminsul.compilation import count_compilations
@@ -245,6 +246,38 @@ def test_an_answer_that_went_wrong_is_kept_by_nobody(batcher):
         batch.run()
         found.append(batch.take(again).bins["exact"])
     assert found == [90, 92]
+
+
+@pytest.mark.parametrize("step", ["run_prefill", "decode_step", "kept_if_finite"])
+def test_an_interrupted_step_fails_who_is_served_and_nobody_else(batcher, monkeypatch, step):
+    """Ctrl-C in the middle of a step, when the pool is the device's, or while its outcome is waited for."""
+    batch, prompts = batcher(), [random_tokens(40 + one, 90) for one in range(5)]
+    numbers = [batch.submit(prompt, max_new_tokens=4) for prompt in prompts]
+    batch.step()
+    with monkeypatch.context() as patched:
+        run = getattr(batching, step)
+
+        def interrupted(*args, **options):
+            run(*args, **options)
+            raise KeyboardInterrupt
+
+        patched.setattr(batching, step, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            batch.run()
+    failed = [number for number in numbers if batch.tickets[number].status == "failed"]
+    assert failed
+    assert batch.tickets[failed[0]].error == "KeyboardInterrupt"
+    assert not batch.cache.in_flight.any()
+    batch.run()
+    ended = [batch.take(number) for number in numbers]
+    assert {ticket.status for ticket in ended} == {"failed", "done"}
+    reference = batcher()
+    for ticket, prompt in zip(ended, prompts, strict=True):
+        if ticket.status == "done":
+            number = reference.submit(prompt, max_new_tokens=4)
+            reference.run()
+            assert reference.take(number).tokens == ticket.tokens
+    assert not batch.cache.in_flight.any()
 
 
 def test_a_request_waits_for_pages_and_is_refused_only_alone(batcher):
