@@ -9,7 +9,7 @@ Each of the others owns half of the value columns. It rescales its accumulator, 
 asks for its half of the page three pages on. Rotary keys, two pages on, can be asked for no sooner than both have read
 the weights in their place and are wanted first, so latents wait for them: behind 64 KiB they would come too late. The
 tensor core prefers wide products to narrow ones, so values wait until the scores of the next page are nearly there and
-run beside its softmax.
+run beside its softmax. Rows of that page that nobody sees are zeroed meanwhile: its scores do not need it any more.
 
 A query turns by factors copied in a page ahead, from values that load while the tensor core is given the other columns.
 """
@@ -34,10 +34,10 @@ from pallas_kernels.rotated_latent_attention.hopper_softmax import mask, publish
 from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
     TRANSFORMS,
     finish_scores,
-    interpreted_product,
+    interpreted_product_beside,
     rescaled,
     start_scores,
-    tensor_core_product,
+    tensor_core_product_beside,
     turned_by_right_angle,
     wait_for_own_warps,
     zero_rows,
@@ -124,7 +124,7 @@ def _body(
     request, layer = request_ref[tile], layer_ref[0]
     start, stop = 2 * bounds_ref[tile, split], 2 * bounds_ref[tile, split + 1]
     half = latent.shape[-1]
-    product = interpreted_product if interpret else tensor_core_product
+    product = interpreted_product_beside if interpret else tensor_core_product_beside
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     sides = [pl.ds(side * half, half) for side in range(2)]
 
@@ -249,10 +249,11 @@ def _body(
             slot = turn(entry)
             plgpu.copy_gmem_to_smem(rope_ref.at[layer, id_], rope.at[slot], rope_loaded.at[slot])
 
-        def clear_unseen(page, limits):
-            """Rows that no query of the tile sees; some may not be written yet."""
-            begin, end, origin = limits
+        def clear_unseen(entry):
+            """Of a page that has been scored the rows that no query of the tile sees; some may not be written yet."""
+            page, (begin, end, origin) = stage(entry), row_range(entry)
             end = jnp.minimum(end, last + 1 - origin)
+            plgpu.barrier_wait(latent_loaded.at[2 * page + side])
 
             @pl.when((begin > 0) | (end < PAGE_ROWS))
             def _clear():
@@ -266,18 +267,25 @@ def _body(
             if side == 1 and ahead < TURNS:
                 pl.when(entry < stop)(partial(load_rope, entry, page_at(entry)))
             pl.when(entry < stop)(partial(load, entry, page_at(entry)))
-        pl.when(start < stop)(lambda: plgpu.barrier_wait(scored.at[0]))
+
+        @pl.when(start < stop)
+        def _first_clear():
+            plgpu.barrier_wait(scored.at[0])
+            clear_unseen(start)
 
         def one_page(entry, out):
-            page, slot, limits = stage(entry), turn(entry), row_range(entry)
+            page, slot = stage(entry), turn(entry)
             next_rope, next_latent = (page_at(entry + ahead) for ahead in (TURNS, STAGES))
             plgpu.barrier_wait(weighed.at[slot])
             rescale = plgpu.load(exchange.at[slot], layout=rows, optimized=False)
-            plgpu.barrier_wait(latent_loaded.at[2 * page + side])
-            clear_unseen(page, limits)
             scaled = rescaled(out, rescale, interpret)
             pl.when(entry + 1 < stop)(lambda: plgpu.barrier_wait(scored.at[turn(entry + 1)]))
-            out = product([(rope.at[slot], latent.at[page, side], None)], scaled)
+
+            def clear_next():
+                pl.when(entry + 1 < stop)(lambda: clear_unseen(entry + 1))
+                return ()
+
+            (out,) = product([(rope.at[slot], latent.at[page, side], None)], scaled, clear_next, ())
             wait_for_own_warps(interpret)
             if side == 0:
                 plgpu.barrier_arrive(released.at[slot])
