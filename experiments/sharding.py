@@ -78,8 +78,8 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
             "behind that; the largest difference from one device's, over their deviation; for `one device` that of its "
             "own computed in other blocks. `rms difference`: of what is timed, the root of the mean square over the "
             "deviation.",
-            "The checkpoint has the published layout and, unless `filled`, zeros in files without a block on disk. As "
-            "many readers as the loader has read it plainly (`plain read`: through a cold page cache, `warm`: from it, "
+            "The checkpoint has the published layout and, unless `filled`, zeros in files without a block on disk. "
+            "Eight threads read it plainly (`plain read`: through a cold page cache, `warm`: from it, "
             "`past cache`: as the loader does what is not in it; the faster of two). It is loaded cold, once more with "
             "all programs compiled (`again`), and from a `warm` page cache. Peaks of memory are beyond the level "
             "before, over the largest tensor: `private` and `shared` pages, both (`held`), pages of mapped `files`, "

@@ -1,7 +1,7 @@
 """A synthetic checkpoint loaded straight into the parts that devices keep: GB/s, and what the host holds meanwhile.
 
 Its files have the published layout. Sparse ones hold zeros and take no room, so that their size is free; filled ones
-are random bits and come from a disk. Both are read plainly by as many readers: through a cold page cache, from a warm
+are random bits and come from a disk. Both are read plainly by eight threads: through a cold page cache, from a warm
 one, and past it, which is what a disk gives.
 """
 
@@ -21,10 +21,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from models import families
-from models.sharded_checkpoint import READERS, load_sharded, printed_progress
+from models.sharded_checkpoint import load_sharded, printed_progress
 from models.slab_reader import SLAB_BYTES, aligned, open_directly, read_directly
 
 SHARD_BYTES = 5 * 2**30
+PLAIN_READERS = 8
 
 
 def measure(
@@ -93,8 +94,8 @@ def _drop(folder: Path) -> None:
 
 
 def _plain_seconds(folder: Path, *, cold: bool = True, past: bool = False) -> float:
-    """Seconds that the loader's readers take to read all files into memory that they use again, and do nothing else;
-    ``past`` the page cache or through it."""
+    """Seconds that threads take to read all files into memory that they use again, and do nothing else; ``past`` the
+    page cache or through it."""
     if cold:
         _drop(folder)
     opened = {path: (past and open_directly(path)) or os.open(path, os.O_RDONLY) for path in _files(folder)}
@@ -110,7 +111,7 @@ def _plain_seconds(folder: Path, *, cold: bool = True, past: bool = False) -> fl
             os.preadv(opened[path], [own.memory[:length].data], begin)
 
     started = time.perf_counter()
-    with ThreadPoolExecutor(READERS) as readers:
+    with ThreadPoolExecutor(PLAIN_READERS) as readers:
         list(readers.map(read, begins))
     seconds = time.perf_counter() - started
     for file in opened.values():
