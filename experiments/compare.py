@@ -65,8 +65,9 @@ def read_runs(path: str | Path) -> list[dict[str, Any]]:
     for file in files:
         try:
             run = json.loads(file.read_text(encoding="utf-8"))
+            run["summary"] = {name: float(value) for name, value in run["summary"].items()}
             runs.append({name: run[name] for name in ("study", "config", "environment", "summary", "rows")})
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{file}: is no result of a study ({error}); run the study again") from error
     if len({run["study"] for run in runs}) > 1:
         raise InputError(f"{path}: holds runs of several studies; name a folder of one")
@@ -102,7 +103,7 @@ def differences(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]
     names = first[0]["summary"]
     ends = {f"{name}{end}" for name in names for end in ("_low", "_high")}
     for name in (name for name in names if name not in ends):
-        sides = [[float(run["summary"][name]) for run in runs if name in run["summary"]] for runs in (first, second)]
+        sides = [[run["summary"][name] for run in runs if name in run["summary"]] for runs in (first, second)]
         if all(sides):
             stated = _stated(name, first, second)
             low, high, how = stated or _of_runs(*map(np.asarray, sides))

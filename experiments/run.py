@@ -29,6 +29,8 @@ def run(config: ConfigDict, out: Path) -> report.StudyResult:
     name = config.get("study", "")
     if not name.isidentifier() or not (Path(__file__).parent / f"{name}.py").is_file():
         raise InputError(f"study={name!r}: no such study; experiments/ has no module of that name")
+    if (seed := config.get("seed", 0)) < 0:
+        raise InputError(f"seed={seed} must not be negative")
     study = importlib.import_module(f"experiments.{name}")
     try:
         out.mkdir(parents=True, exist_ok=True)

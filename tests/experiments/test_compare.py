@@ -65,9 +65,10 @@ def test_the_command(tmp_path, capsys):
     assert text.count('alt="plot of') == 2
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "c")]) == 2
     assert "replay and roc" in capsys.readouterr().err
-    (tmp_path / "b" / "result.json").write_text("{}")
-    with pytest.raises(InputError, match="is no result of a study"):
-        compare.read_runs(tmp_path / "b")
+    for damaged in ("{}", "[]", json.dumps(result(1) | {"summary": {"mean": None}})):
+        (tmp_path / "b" / "result.json").write_text(damaged)
+        with pytest.raises(InputError, match="is no result of a study"):
+            compare.read_runs(tmp_path / "b")
 
 
 def test_report_is_one_page_that_says_how_to_repeat_it(tmp_path):

@@ -38,3 +38,5 @@ def test_unknown_study_and_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be made"):
         run.run(ConfigDict({"study": "replay"}), tmp_path / "file")
+    with pytest.raises(InputError, match="seed=-1 must not be negative"):
+        run.run(ConfigDict({"study": "replay", "seed": -1}), tmp_path)
