@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from models import slab_reader
-from models.slab_reader import SlabReader, slabs
+from models.slab_reader import SlabReader, let_go, slabs
 
 Bounds = tuple[tuple[int, int], ...]  # begin and end along every axis
 
@@ -170,6 +170,7 @@ class Piece:
         arrays, bounds = self.parts.arrays, self.bounds
         if self.programs is None:
             arrays[bounds][tuple(self.at)] = self.slab
+            let_go(self.slab)
             return
         turn, put = (program.result() for program in self.programs)
         sent = jax.device_put(reader.read(self.slab), self.parts.places[bounds])
