@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import secrets
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -51,7 +52,7 @@ class Endpoint:
     tenants: Tenants
     metrics: Metrics
     most_waiting: int = 256
-    open_calls: set[int] = dataclasses.field(default_factory=set)
+    open_calls: "weakref.WeakSet[Generation]" = dataclasses.field(default_factory=weakref.WeakSet)
 
 
 class Generation:
@@ -77,6 +78,7 @@ class Generation:
             "seed": secrets.randbelow(SEED_LIMIT) if request.seed is None else request.seed % SEED_LIMIT,
         }
         self._call = Call(prompt, options, self._post, self._post)
+        endpoint.open_calls.add(self)  # from here on, or a burst would pass the limit
 
     def _post(self, event: Any) -> None:
         """From the serving thread into the event loop."""
@@ -90,7 +92,6 @@ class Generation:
           BadRequestError: if it could not be served.
         """
         outcome = "disconnected"
-        self._endpoint.open_calls.add(id(self))
         self._endpoint.loop.submit(self._call)
         try:
             while not isinstance(event := await self._events.get(), Ticket | Exception):
@@ -113,7 +114,7 @@ class Generation:
             outcome = "done"
             self._account(ticket)
         finally:
-            self._endpoint.open_calls.discard(id(self))
+            self._endpoint.open_calls.discard(self)
             self._endpoint.metrics.requests.labels(outcome).inc()
             if outcome != "done":
                 self._endpoint.loop.cancel(self._call)
@@ -204,7 +205,7 @@ def create_app(endpoint: Endpoint) -> FastAPI:
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(request: ChatRequest, http: Request) -> Response:
-        generation = _begin(endpoint, request, http)
+        generation = await _begin(endpoint, request, http)
         answer = Answer(endpoint.served.name)
         if request.stream:
             with_usage = bool(request.stream_options and request.stream_options.include_usage)
@@ -226,7 +227,7 @@ def _require_alive(endpoint: Endpoint) -> None:
         raise BadRequestError("the server has failed and serves no more; restart it", code="server_error", status=503)
 
 
-def _begin(endpoint: Endpoint, request: ChatRequest, http: Request) -> Generation:
+async def _begin(endpoint: Endpoint, request: ChatRequest, http: Request) -> Generation:
     """Checks a request; it is put in line by the first step of ``pieces``."""
     namespace = _tenant(endpoint, http)
     _require_alive(endpoint)
@@ -238,22 +239,27 @@ def _begin(endpoint: Endpoint, request: ChatRequest, http: Request) -> Generatio
             404,
         )
     check(request)
-    if len(endpoint.open_calls) >= endpoint.most_waiting:
-        raise BadRequestError(
-            f"{endpoint.most_waiting} requests are waiting; try again later", code="rate_limit_exceeded", status=429
-        )
-    try:
-        prompt = endpoint.served.tokenizer.encode_chat(messages_of(request), request.tools)
-        refuse_unrendered(endpoint.served.tokenizer, request, prompt)
-    except ValueError as error:
-        if isinstance(error, BadRequestError):
-            raise
-        raise BadRequestError(str(error), "messages") from error
+    prompt = await asyncio.to_thread(_encoded, endpoint.served, request)  # a long one would hold up everybody's answers
     longest = min(endpoint.config.max_prompt_tokens, endpoint.served.model.max_position - 1)
     if len(prompt) > longest:
         message = f"the prompt has {len(prompt)} tokens and this server reads {longest}; shorten the conversation"
         raise BadRequestError(message, "messages", "context_length_exceeded")
+    if len(endpoint.open_calls) >= endpoint.most_waiting:
+        raise BadRequestError(
+            f"{endpoint.most_waiting} requests are waiting; try again later", code="rate_limit_exceeded", status=429
+        )
     return Generation(endpoint, prompt, request, namespace)
+
+
+def _encoded(served: ServedModel, request: ChatRequest) -> np.ndarray:
+    try:
+        prompt = served.tokenizer.encode_chat(messages_of(request), request.tools)
+        refuse_unrendered(served.tokenizer, request, prompt)
+    except ValueError as error:
+        if isinstance(error, BadRequestError):
+            raise
+        raise BadRequestError(str(error), "messages") from error
+    return prompt
 
 
 async def _whole(generation: Generation, answer: Answer, http: Request) -> Response:

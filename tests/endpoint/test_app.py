@@ -100,10 +100,13 @@ def test_an_answer_and_its_tenant():
 
 def test_more_than_may_wait_and_a_client_that_leaves():
     async def scenario(client, loop, endpoint):
-        first = asyncio.create_task(client.post("/v1/chat/completions", json=ASK))
-        await until(lambda: loop.calls)
-        refused = await client.post("/v1/chat/completions", json=ASK)
-        assert refused.status_code == 429
+        burst = [asyncio.create_task(client.post("/v1/chat/completions", json=ASK)) for _ in range(5)]
+        await until(lambda: loop.calls and sum(task.done() for task in burst) == 4)
+        assert len(loop.calls) == 1
+        (first,) = (task for task in burst if not task.done())
+        burst.remove(first)
+        refused = burst[0].result()
+        assert {task.result().status_code for task in burst} == {429}
         assert "1 requests are waiting" in refused.json()["error"]["message"]
         first.cancel()
         await until(lambda: loop.cancelled)
