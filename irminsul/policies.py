@@ -43,7 +43,8 @@ class Policy:
       provenance: what shifted rows may have been computed behind. ``exact``: none are served, so answers are those of
         full prefill, bit for bit. ``same_namespace``: anything that their namespace, or one read along with it, has
         served. ``isolated``: the canonical sink alone (``sources.py``), never anybody's prompt.
-      sink: tokens of that sink; by default BOS, repeated up to ``sink_tokens``.
+      sink: tokens of that sink, best an ordinary text; by default BOS and others, ``sink_tokens`` in all
+        (``sources.canonical_sink``).
       repair: which tokens of shifted spans are recomputed (``repair.py``): the ``leading`` ones of each run, those of
         largest ``deviation``, those of largest ``dependence``, or those of largest dependence times what the
         ``question`` attends to.

@@ -32,7 +32,11 @@ def readable(cache: ContentCache, keys: tuple[bytes, ...], tokens: Int32[np.ndar
 
 
 def canonical_sink(model: Any, policy: Policy) -> Int32[np.ndarray, " W"]:
-    """The tokens that isolated chunks are computed behind: ``policy.sink``, or BOS (0 for a model without) repeated.
+    """The tokens that isolated chunks are computed behind: ``policy.sink``, or BOS (0 for a model without) and
+    ``sink_tokens`` - 1 others, evenly spread over the vocabulary.
+
+    Ordinary text of the model's tokenizer, as ``policy.sink``, is better still. BOS repeated, as no text has it, is far
+    worse: two right answers in three are lost behind it (``docs/results/accuracy.md``).
 
     Raises:
       ValueError: if ``policy.sink`` holds what is no token of the model.
@@ -42,7 +46,10 @@ def canonical_sink(model: Any, policy: Policy) -> Int32[np.ndarray, " W"]:
         check_token_ids(sink, model)
         return sink.astype(np.int32)
     begin = None if model is None else getattr(model.config, "bos_token_id", None)
-    return np.full(max(1, policy.sink_tokens), 0 if begin is None else begin, np.int32)
+    others = np.arange(1, max(1, policy.sink_tokens), dtype=np.int64)
+    vocabulary = 0 if model is None else model.vocab_size
+    ids = vocabulary * others // (len(others) + 1)
+    return np.concatenate([[0 if begin is None else begin], ids]).astype(np.int32)
 
 
 def isolated_chunks(content: PromptContent, policy: Policy) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ from irminsul.engine import Engine
 from irminsul.plan import EXACT, REFUSED, SHIFTED
 from irminsul.policies import get_policy
 from irminsul.prefill import prefill
+from irminsul.sources import canonical_sink
 from tests.irminsul.conftest import SMALL_CHUNKS
 from tests.irminsul.serving import edits, prompts, random_tokens
 
@@ -97,7 +98,13 @@ def test_isolated_rows_serve_chunks_anywhere_and_rows_behind_prompts_are_refused
     tree = served.cache.tree
     starts = np.flatnonzero(np.isin(tree.namespace, isolated) & (tree.base_position == 0))
     assert len(starts)
-    assert (tree.tokens[starts, : EAGER.sink_tokens] == 0).all()  # each behind the sink
+    sink = canonical_sink(served.model, EAGER)
+    assert (tree.tokens[starts, : EAGER.sink_tokens] == sink).all()  # each behind the sink
+    assert sink[0] == 0  # a model without BOS
+    assert len(np.unique(sink)) == EAGER.sink_tokens > sink.argmax() > 0  # and no token of it twice
+    assert 0 <= sink.min() <= sink.max() < served.model.vocab_size
+    given = dataclasses.replace(EAGER, sink=(7,) * EAGER.sink_tokens)
+    assert canonical_sink(served.model, given).tolist() == [7] * EAGER.sink_tokens
 
 
 def test_published_rows_are_read_by_those_who_are_told_and_written_by_nobody_else(engine):
