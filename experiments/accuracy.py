@@ -124,8 +124,8 @@ def serve_unit(config: str, model: str, task: str, start: int) -> list[dict[str,
     items = _items(settings, chosen, task, indexes)
     if not items:
         return []
-    sink = question_items.text_sink(chosen).tolist()
-    lanes = [lane(name, sink) for name in listed(settings.policies)]
+    sinks = {name: sink.tolist() for name, sink in question_items.sinks(chosen).items()}
+    lanes = [lane(name, sinks) for name in listed(settings.policies)]
     lanes = [lane("full"), *[other for other in lanes if other.name != "full"]]
     precision = "highest" if settings.dtype == "float32" else None
     size = min(settings.batch, settings.samples)

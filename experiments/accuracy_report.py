@@ -241,7 +241,11 @@ def contests(rows: Rows, draws: int, seed: int) -> str:
     return "## Repair against the others, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
 
 
-BLIND = ("irminsul-no-carve-out", "isolated")  # what is reused as it was cached, the first that was asked
+BLIND = (
+    "irminsul-no-carve-out",
+    "isolated-bos",
+    "isolated",
+)  # what is reused as it was cached, the first that was asked
 
 
 def won_back(rows: Rows, draws: int, seed: int) -> str:

@@ -5,8 +5,8 @@ or alone.
 nq             Natural Questions, the gold passage among four distractors from an encyclopedia
 nq_one         the same behind one distractor, which leaves a small model more right answers to lose
 nq_one_alone   the prompts of ``nq_one``, each passage cached alone, from position 0 on
-nq_one_sink    the prompts of ``nq_one``, each passage cached behind the canonical sink alone (``irminsul.sources``)
-nq_one_text    the prompts of ``nq_one``, each passage cached behind a sink of ordinary text alone (``text_sink``)
+nq_one_sink    the prompts of ``nq_one``, each passage cached behind a sink of BOS repeated alone
+nq_one_text    the prompts of ``nq_one``, each passage cached behind a sink of ordinary text alone (``sinks``)
 hotpotqa       HotpotQA, gold passages among three distractors
 musique        MuSiQue, gold passages among three distractors
 musique_rag    MuSiQue over ten passages of about 512 tokens, as CacheBlend uses it
@@ -31,9 +31,9 @@ from experiments import passage_questions
 from experiments.errors import InputError
 from experiments.passage_questions import EXAMPLES, REPORTS, WIKI
 from experiments.reuse_items import CONTINUATION, Item
+from experiments.reuse_policies import ISOLATED_BOS, ISOLATED_TEXT
 from experiments.subjects import Subject
 from irminsul.policies import get_policy
-from irminsul.sources import canonical_sink
 
 CACHED_ALONE = ("nq_one_alone", "nq_one_sink", "nq_one_text")
 TASKS = ("nq", "nq_one", *CACHED_ALONE, "hotpotqa", "musique", "musique_rag", "key_value", "gov_report")
@@ -201,16 +201,19 @@ LAST_BEFORE = 200  # tokens of the passage that stood before
 
 def _alone(task: str, chosen: Subject) -> Int32[np.ndarray, " W"]:
     """What a passage cached alone stands behind."""
-    if task == "nq_one_text":
-        return text_sink(chosen)
-    return canonical_sink(chosen.model, get_policy("irminsul")) if task == "nq_one_sink" else np.zeros(0, np.int32)
+    if task == "nq_one_alone":
+        return np.zeros(0, np.int32)
+    return sinks(chosen)[ISOLATED_BOS if task == "nq_one_sink" else ISOLATED_TEXT]
 
 
-def text_sink(chosen: Subject) -> Int32[np.ndarray, " W"]:
-    """A sink that says nothing in ordinary text, as long as the carve-out at least."""
-    text, shortest = chosen.encode(SINK_TEXT), get_policy("irminsul").sink_tokens
-    tokens = np.tile(text, max(1, -(-shortest // max(1, len(text)))))
-    return tokens if chosen.bos is None else np.concatenate([[chosen.bos], tokens]).astype(np.int32)
+def sinks(chosen: Subject) -> dict[str, Int32[np.ndarray, " W"]]:
+    """By lane, sinks other than the one of ``irminsul.sources``: BOS repeated, and a text that says nothing, as long as
+    the carve-out at least."""
+    shortest, text = get_policy("irminsul").sink_tokens, chosen.encode(SINK_TEXT)
+    text = np.tile(text, max(1, -(-shortest // max(1, len(text)))))
+    if chosen.bos is not None:
+        text = np.concatenate([[chosen.bos], text])
+    return {ISOLATED_BOS: np.full(shortest, chosen.bos or 0, np.int32), ISOLATED_TEXT: text.astype(np.int32)}
 
 
 def _begin(chosen: Subject) -> Int32[np.ndarray, " P"]:

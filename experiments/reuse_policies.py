@@ -3,20 +3,21 @@
 A name is one of ``irminsul.policies``, or ``NAME:BUDGET`` for those that recompute on a budget (``epic:32`` tokens a
 chunk, ``cacheblend:0.15`` and ``irminsul+repair:0.15`` of the reused tokens), or one of the variants: ``exact`` and
 ``isolated`` serve what ``Policy.provenance`` of that name allows (``irminsul`` itself is ``same_namespace``).
-``isolated-text`` is ``isolated`` behind a sink of ordinary text in place of BOS repeated. ``oracle:0.05`` is the bound
-that repair is compared with. ``-no-carve-out`` behind a name, ahead of its budget (``epic-no-carve-out:8``), reuses
-rows from position 0 on.
+``isolated-text`` and ``isolated-bos`` are ``isolated`` behind a sink of ordinary text and of BOS repeated.
+``oracle:0.05`` is the bound that repair is compared with. ``-no-carve-out`` behind a name, ahead of its budget
+(``epic-no-carve-out:8``), reuses rows from position 0 on.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from experiments.errors import InputError
 from irminsul.policies import Policy, get_policy
 
 ORACLE = "oracle:"
 NO_CARVE_OUT = "-no-carve-out"
-ISOLATED_TEXT = "isolated-text"
+ISOLATED_TEXT, ISOLATED_BOS = "isolated-text", "isolated-bos"
 VARIANTS = {
     "exact": get_policy("irminsul", provenance="exact"),
     "isolated": get_policy("irminsul", provenance="isolated"),
@@ -43,16 +44,16 @@ class Lane:
         return self.isolated, self.policy.sink
 
 
-def lane(name: str, text_sink: Sequence[int] = ()) -> Lane:
-    """The lane of a name. ``text_sink``: the tokens that ``isolated-text`` computes chunks behind.
+def lane(name: str, sinks: Mapping[str, Sequence[int]] = MappingProxyType({})) -> Lane:
+    """The lane of a name. ``sinks``: the tokens that those with a sink of their own compute chunks behind.
 
     Raises:
       InputError: if there is no such policy, or it takes no such budget.
     """
     if name in VARIANTS:
         return Lane(name, VARIANTS[name])
-    if name == ISOLATED_TEXT:
-        return Lane(name, get_policy("irminsul", provenance="isolated", sink=tuple(map(int, text_sink))))
+    if name in (ISOLATED_TEXT, ISOLATED_BOS):
+        return Lane(name, get_policy("irminsul", provenance="isolated", sink=tuple(map(int, sinks.get(name, ())))))
     plain = name.replace(NO_CARVE_OUT, "")
     changes = {} if plain == name else {"sink_tokens": 0}
     try:

@@ -249,14 +249,16 @@ def test_the_same_prompts_behind_passages_cached_alone_behind_the_sink_or_behind
         question_items.items(task, tmp_path, chosen, range(3), 4096, 0)
         for task in ("nq_one", *question_items.CACHED_ALONE)
     )
-    kept = question_items.text_sink(chosen).tolist()
-    assert lane("isolated-text", kept).stored == (True, tuple(kept)) != lane("isolated").stored
+    sinks = {name: tokens.tolist() for name, tokens in question_items.sinks(chosen).items()}
+    kept, repeated = sinks["isolated-text"], [planter.bos] * 32
+    assert [lane(name, sinks).stored[1] for name in sinks] == [tuple(repeated), tuple(kept)]
+    assert lane("isolated", sinks).stored == (True, ()) != lane("irminsul").stored
     for one, two, three, four in zip(behind, alone, sink, text, strict=True):
         assert one.prompt.tolist() == two.prompt.tolist() == three.prompt.tolist() == four.prompt.tolist()
         begin, *passages = (earlier.tolist() for earlier in two.earlier())
         assert begin == one.prompt[: len(begin)].tolist() == question_items._begin(chosen).tolist()
         assert passages == [chunk.tolist() for chunk in one.chunks]
-        assert [earlier.tolist() for earlier in three.earlier()] == [begin, *([0] * 32 + each for each in passages)]
+        assert [earlier.tolist() for earlier in three.earlier()] == [begin, *(repeated + each for each in passages)]
         assert [earlier.tolist() for earlier in four.earlier()] == [begin, *(kept + each for each in passages)]
         assert all(earlier.tolist()[: len(begin)] == begin for earlier in one.earlier())
         assert ["Lamp" in planter.tokenizer.decode(chunk) for chunk in one.chunks] == [False, True]
