@@ -20,8 +20,10 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int32
 
+from irminsul.cache_key import check_names
 from irminsul.fingerprint import fingerprint, key_bytes
 from irminsul.policies import Policy, get_policy
+from irminsul.prompt_checks import as_token_ids, check_token_ids
 from irminsul.sampling import Sampling, check_sampling, sample
 
 
@@ -116,8 +118,9 @@ class SnapshotCache:
           ValueError: for a prompt that is empty, too long or holds an id that is none of the model's, an answer longer
             than the cache has room for, or a sampling parameter out of range. The cache is then unchanged.
         """
-        check_sampling(temperature, top_p, seed)
-        if not 0 <= max_new_tokens <= self.config.max_new_tokens:
+        check_sampling(temperature, top_p, seed, stop_tokens)
+        check_names(namespace, adapter, ())
+        if not isinstance(max_new_tokens, int | np.integer) or not 0 <= max_new_tokens <= self.config.max_new_tokens:
             raise ValueError(
                 f"max_new_tokens={max_new_tokens} is outside 0..max_new_tokens={self.config.max_new_tokens}"
             )
@@ -136,11 +139,10 @@ class SnapshotCache:
             if self.policy.register and len(part) == block:
                 parent = self._node(parent, part, state, begin)
                 kept.append(parent)
-        if kept:
-            self.roots[key] = root
+        if kept and np.isfinite(np.max(np.asarray(logits))):  # else whoever is served from them would be lost, too
+            self.roots[key], parent = root, path[-1] if path else root
             for node in kept:
-                assert node.parent is not None
-                self._attach(node.parent, node, key)
+                parent = self._attach(parent, node, key)
             self._evict()
         served = len(path) * block
         answer = self._generate(logits, state, sampling, max_new_tokens, stop_tokens)
@@ -153,10 +155,14 @@ class SnapshotCache:
 
         Args:
           namespace: of one tenant; None means all.
+
+        Raises:
+          ValueError: for what is no run of token ids.
         """
-        text = np.asarray(text, np.int32)
+        text = as_token_ids("text", text)
         if text.size == 0:
             raise ValueError("text is empty; give the tokens to forget")
+        check_token_ids(text, self.model)
         removed = 0
         for key, root in self.roots.items():
             if namespace is not None and not key.startswith(key_bytes("snapshots", namespace)):
@@ -231,12 +237,16 @@ class SnapshotCache:
         rows = _cut(state.rows, np.int32(begin), size=len(tokens))
         return Node(tokens, state.memories, rows, parent, self.clock)
 
-    def _attach(self, parent: Node, node: Node, key: bytes) -> None:
+    def _attach(self, parent: Node, node: Node, key: bytes) -> Node:
+        """Keeps a block behind another; returns the one that is kept."""
         siblings = parent.children.setdefault(fingerprint(key, node.tokens), [])
-        if any(np.array_equal(other.tokens, node.tokens) for other in siblings):
-            return  # a policy that looks nothing up has computed it again
+        for other in siblings:
+            if np.array_equal(other.tokens, node.tokens):
+                return other  # a policy that looks nothing up has computed it again
+        node.parent = parent
         siblings.append(node)
         self.nbytes += node.nbytes
+        return node
 
     def _evict(self) -> None:
         """Leaves go until the rest fits: a block is worth nothing without those to its left."""

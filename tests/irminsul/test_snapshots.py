@@ -9,7 +9,7 @@ import pytest
 
 from irminsul.cache import CacheConfig
 from irminsul.engine import Engine
-from irminsul.policies import get_policy
+from irminsul.policies import Policy, get_policy
 from irminsul.snapshots import SnapshotCache, SnapshotConfig
 from tests.models.tiny_recurrent import GATED_DELTA, MAMBA2, tiny_model
 
@@ -65,6 +65,25 @@ def test_tenants_and_weights_never_share(model):
     assert cache.serve(text, namespace="one").bins["exact"] == 32
     cache.model = dataclasses.replace(model, digest="other weights")
     assert cache.serve(text, namespace="one").bins["exact"] == 0
+
+
+def test_blocks_that_went_wrong_are_kept_by_nobody(model):
+    cache, text = SnapshotCache(model, CONFIG), prompt(0, 40, model)
+    cache.model = dataclasses.replace(model, params=jax.tree.map(lambda x: x * jnp.nan, model.params))
+    assert np.isnan(cache.serve(text).logits).all()
+    cache.model = model
+    assert [cache.serve(text).bins["exact"] for _ in range(2)] == [0, 32]
+
+
+def test_a_policy_that_looks_nothing_up_keeps_every_block_once(model):
+    blind = Policy("blind", exact=False, shifted="ignore")
+    cache, text = SnapshotCache(model, CONFIG, blind), prompt(0, 40, model)
+    cache.serve(text)
+    held = cache.nbytes
+    cache.serve(np.concatenate([text[:32], prompt(1, 20, model)]))
+    assert cache.nbytes == 3 * held / 2
+    cache.policy = get_policy("prefix")
+    assert cache.serve(text).bins["exact"] == 32
 
 
 def test_capacity_is_kept_and_the_oldest_go_first(model):
@@ -126,6 +145,9 @@ def test_bad_prompts_change_nothing(model):
     ):
         with pytest.raises(ValueError, match=complaint):
             cache.serve(tokens)
+    for text, complaint in ((np.array([2**32]), "the id 4294967296"), (np.array([1.5]), "text has dtype float64")):
+        with pytest.raises(ValueError, match=complaint):
+            cache.forget(text)
     assert (cache.clock, cache.nbytes) == (0, 0)
     assert get_policy("prefix").shifted == "refuse"
     assert isinstance(cache.serve(prompt(0, 5, model)).logits, np.ndarray)
