@@ -30,7 +30,7 @@ from models.families import Family, Model, Tensor
 from models.safetensors_reader import Stored
 from models.slab_reader import Maps, SlabReader
 
-READERS = 4  # each waits most of the time; more of them mostly wait for one another, to run Python
+READERS = 4  # each waits most of the time, but more than three gain nothing
 COMPILED_AT_ONCE = 4
 
 Progress = Callable[[int, int, float], None]
