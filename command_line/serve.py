@@ -9,6 +9,7 @@ from absl import flags
 from command_line.command import DONE, Command, add_dtype, own_flags
 from experiments.errors import InputError
 from irminsul.cache import CacheConfig
+from irminsul.policies import get_policy
 from irminsul.rope import RotationError
 from irminsul.row_quantisation import ROW_DTYPES
 from irminsul.store_backend import StoreLockedError
@@ -45,8 +46,9 @@ def build(values: flags.FlagValues) -> Any:
         config = CacheConfig(
             num_pages=pages, max_prompt_tokens=longest, max_new_tokens=values.answer_tokens, dtype=values.row_dtype
         )
+        policy = get_policy(values.policy, provenance=values.provenance)
         batcher = Batcher.create(
-            served.model, config, values.policy, values.mode, slots=values.slots, store=values.store or None,
+            served.model, config, policy, values.mode, slots=values.slots, store=values.store or None,
             together=values.together, segment=values.segment,
         )  # fmt: skip
     except (ValueError, RotationError, StoreLockedError) as error:
@@ -87,6 +89,9 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("host", "127.0.0.1", "address to listen on", flag_values=values)
     flags.DEFINE_integer("port", 8000, "0: any that is free", lower_bound=0, upper_bound=65535, flag_values=values)
     flags.DEFINE_string("policy", "irminsul", "what to reuse", flag_values=values)
+    behind = "what moved rows may have been computed behind; exact: none are served"
+    provenances = ["same_namespace", "isolated", "exact"]
+    flags.DEFINE_enum("provenance", "same_namespace", provenances, behind, flag_values=values)
     modes = "deterministic: the same bits whoever else is served"
     flags.DEFINE_enum("mode", "fast", ["fast", "deterministic"], modes, flag_values=values)
     flags.DEFINE_string("store", "", "URL of a disk tier, such as file:///var/cache/irminsul/", flag_values=values)

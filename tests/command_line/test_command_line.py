@@ -14,6 +14,7 @@ from command_line.chunk_map import as_page, chunk_map
 from command_line.main import COMMANDS, main
 from command_line.store_contents import read_contents
 from experiments.traffic.tokenization import load_tokenizer
+from irminsul.batching import Batcher
 from irminsul.cache import CacheConfig
 from irminsul.engine import Engine
 from irminsul.plan import BINS
@@ -49,10 +50,7 @@ def test_help_has_examples_of_the_flags_there_are(name, capsys):
         (["models", "plan", "deepseek-v3", "--row_dtype=int4"], "one of <float32|bfloat16|float16|float8_e4m3fn|int8>"),
         (["serve", "--dtype=bf16"], "one of <float32|bfloat16|float16>"),
         (["serve", "--together=0"], "together=0"),
-        (
-            ["serve", "--port=0", "--model=irminsul-mini-mla", "--mode=deterministic", "--together=2"],
-            "together=2 computes prompts in one block",
-        ),
+        (["serve", "--provenance=mine"], "one of <same_namespace|isolated|exact>"),
         (["run", "rotation", "--speed=9"], "Unknown command line flag 'speed'"),
         (["inspect", "one.txt"], "A B is expected"),
         (["inspect", "one.txt", "two.txt"], "one.txt: cannot be read"),
@@ -85,6 +83,19 @@ def test_a_plan_says_whether_the_weights_fit(capsys):
     for memory, words in ((1000, "1000 GiB do not hold the weights"), (1400, "1400 GiB hold the weights and 2,")):
         assert main(["models", "plan", "deepseek-v3", "--dtype=bfloat16", f"--memory_gib={memory}"]) == 0
         assert words in capsys.readouterr().out
+
+
+def test_a_server_is_made_as_its_flags_say(capsys, monkeypatch):
+    def create(model, config, policy, mode, **settings):
+        raise ValueError(f"{policy.name} {policy.provenance} {mode} {config.max_new_tokens} {settings}")
+
+    monkeypatch.setattr(Batcher, "create", create)
+    flags = (
+        "--policy=epic --provenance=exact --mode=deterministic --answer_tokens=9 --together=2 --segment=99 --slots=3"
+    )
+    assert main(["serve", "--port=0", "--model=irminsul-mini-mla", *flags.split()]) == 2
+    settings = {"slots": 3, "store": None, "together": 2, "segment": 99}
+    assert capsys.readouterr().err == f"error: epic exact deterministic 9 {settings}\n"
 
 
 def test_flags_of_one_call_are_not_those_of_the_next(capsys):
