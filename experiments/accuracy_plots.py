@@ -20,7 +20,9 @@ FIGURES = {"exact_match": "right answers", "kl": "KL to full prefill (nats)", "f
 KINDS = {
     "full": ("#3b3b3b", "full prefill"),
     "naive": ("#b3362c", "keys not turned"),
-    "isolated": ("#8c8c8c", "isolated"),
+    "isolated": ("#b59ad6", "isolated"),
+    "isolated-text": ("#6b6b6b", "isolated, behind a text"),
+    "isolated-bos": ("#a9a9a9", "isolated, behind BOS repeated"),
     "epic": ("#c99a2e", "EPIC"),
     "cacheblend": ("#d9622b", "CacheBlend"),
     "irminsul+repair": ("#1f4e8c", "irminsul+repair"),
@@ -30,7 +32,7 @@ KINDS = {
 }
 
 TITLES = {
-    "nq": "NQ, four distractors, behind others",
+    "nq": "NQ, four distractors",
     "nq_one": "NQ, behind other passages",
     "nq_one_alone": "NQ, cached alone",
     "nq_one_sink": "NQ, behind BOS repeated",
@@ -117,22 +119,24 @@ def _panel(axis: Any, cells: list[dict[str, Any]], quantity: str) -> None:
 
 
 def plot_differences(cells: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Right answers against full prefill, in pairs with their intervals: a row of panels a model, a panel a task, a
+    """Right answers against full prefill, in pairs with their intervals: a row of panels a task, a panel a model, a
     line a policy, with the share of the prompt that it computes."""
     tasks, models = (list(dict.fromkeys(cell[name] for cell in cells)) for name in ("task", "model"))
     cells = [cell for cell in cells if cell["policy"] != "full"]
-    most = max(sum(cell["task"] == task and cell["model"] == models[0] for cell in cells) for task in tasks)
+    lines = [sum(cell["task"] == task and cell["model"] == models[0] for cell in cells) for task in tasks]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            len(models), len(tasks), figsize=(3.7 * len(tasks) + 0.3, (0.19 * most + 0.9) * len(models) + 0.5),
-            squeeze=False, sharex=True, layout="constrained",
+            len(tasks), len(models), figsize=(4.4 * len(models) + 0.3, 0.17 * sum(lines) + 0.45 * len(tasks) + 1),
+            squeeze=False, sharex=True, layout="constrained", height_ratios=lines,
         )  # fmt: skip
-        for line, model in zip(axes, models, strict=True):
-            for axis, task in zip(line, tasks, strict=True):
+        for line, task in zip(axes, tasks, strict=True):
+            for axis, model in zip(line, models, strict=True):
                 _differences(axis, [cell for cell in cells if (cell["task"], cell["model"]) == (task, model)])
                 axis.set_title(f"{titled(task)} ({model})", fontsize=8, loc="left")
         for axis in axes[-1]:
             axis.set_xlabel("right answers against full prefill (points)", fontsize=8)
+        note = "percentages: share of the prompt that is computed, its question included; *: without the carve-out"
+        figure.supxlabel(note, fontsize=8, x=0.01, ha="left")
         entitle(figure, title)
         figure.savefig(path)
         plt.close(figure)
@@ -149,4 +153,4 @@ def _differences(axis: Any, cells: list[dict[str, Any]]) -> None:
         axis.plot([100 * cell["difference"]], [place], "o", color=colour, markersize=3.5)
     names = [f"{cell['policy'].replace('-no-carve-out', '*')}  {100 * cell['computed']:.0f} %" for cell in cells]
     axis.set_yticks(range(len(cells)), names, fontsize=6.5)
-    axis.invert_yaxis()
+    axis.set_ylim(len(cells) - 0.4, -0.6)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from experiments import report
-from experiments.accuracy_plots import FEWEST_ITEMS, plot, plot_differences, titled
+from experiments.accuracy_plots import FEWEST_ITEMS, KINDS, plot, plot_differences, titled
 
 REPAIR = ("irminsul+repair", "irminsul+question")  # the policies of this project
 Rows = Sequence[dict[str, Any]]
@@ -26,8 +26,11 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
     if any("f1" in cell for cell in cells):
         figures["f1"] = "f1.png"
     for quantity, name in figures.items():
-        plot([cell for cell in cells if quantity in cell], quantity, title, out / name)
+        shown = [cell for cell in cells if quantity in cell]
+        plot(shown, quantity, headline(shown), out / name)
     many = [cell for cell in cells if "f1" in cell and cell["items"] >= FEWEST_ITEMS]
+    answered = {cell["task"] for cell in many if cell["policy"] == "full" and cell["exact_match"] >= FEWEST_RIGHT}
+    many = [cell for cell in many if cell["task"] in answered]
     if many:
         figures["difference"] = "won_back.png"
         plot_differences(many, lost_blind(many), out / "won_back.png")
@@ -178,7 +181,7 @@ def headline(cells: list[dict[str, Any]]) -> str:
         return "Quality of reuse, policy by policy"
     worst = min(blind, key=lambda cell: cell["difference"])
     where = titled(worst["task"])
-    text = f"Rotated reuse answers {worst['exact_match']:.0%} of {where} questions, "
+    text = f"{where[0].upper()}{where[1:]}: rotated reuse answers {worst['exact_match']:.0%} of the questions, "
     text += f"full prefill {worst['exact_match'] - worst['difference']:.0%}"
     repairs = [
         cell
@@ -241,6 +244,7 @@ def contests(rows: Rows, draws: int, seed: int) -> str:
     return "## Repair against the others, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
 
 
+FEWEST_RIGHT = 0.05  # of full prefill, so that there is something to lose
 BLIND = (
     "irminsul-no-carve-out",
     "isolated-bos",
@@ -275,13 +279,17 @@ def won_back(rows: Rows, draws: int, seed: int) -> str:
 
 def lost_blind(cells: list[dict[str, Any]]) -> str:
     """The finding of ``won_back.png`` in a line: what the first model loses, task by task, where nothing that is reused
-    is computed again."""
+    is computed again, and with isolated chunks."""
     of = {(cell["task"], cell["policy"]): cell for cell in cells if cell["model"] == cells[0]["model"]}
     lost = []
     for task in dict.fromkeys(cell["task"] for cell in cells):
         blind = next((name for name in ("irminsul-no-carve-out", "irminsul") if (task, name) in of), None)
         if blind:
-            lost.append(f"{titled(task)} {-100 * of[task, blind]['difference']:.0f}")
+            lost.append(f"{titled(task)} {-100 * of[task, blind]['difference']:.1f}")
+    for kind in ("isolated-bos", "isolated-text", "isolated"):
+        isolated = [cell for (_, policy), cell in of.items() if policy == kind]
+        if isolated:
+            lost.append(f"{KINDS[kind][1]} {-100 * isolated[0]['difference']:.1f}")
     return f"Points of right answers lost where nothing is computed again: {'; '.join(lost)}"
 
 
