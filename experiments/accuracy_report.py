@@ -42,8 +42,8 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
         "notes": [
             *notes,
             f"Up to {config.samples} items a task, {config.length} tokens a prompt at most, {config.mode} mode, "
-            f"{config.dtype}. Every chunk was cached behind another context. Intervals: 95 % of a paired bootstrap "
-            "over items.",
+            f"{config.dtype}. Every chunk was cached before, behind another context or alone. Intervals: 95 % of a "
+            "paired bootstrap over items.",
         ],
         "tables": [table(cells, model) for model in dict.fromkeys(cell["model"] for cell in cells)]
         + [
