@@ -1,5 +1,6 @@
 """``irminsul serve``: an OpenAI-compatible endpoint. Modest by design; for production use an engine such as SGLang."""
 
+import dataclasses
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from irminsul.cache import CacheConfig
 from irminsul.policies import get_policy
 from irminsul.rope import RotationError
 from irminsul.row_quantisation import ROW_DTYPES
+from irminsul.sources import text_sink
 from irminsul.store_backend import StoreLockedError
 
 DEFAULT_MODEL = "smollm2-135m-mla"
@@ -47,6 +49,9 @@ def build(values: flags.FlagValues) -> Any:
             num_pages=pages, max_prompt_tokens=longest, max_new_tokens=values.answer_tokens, dtype=values.row_dtype
         )
         policy = get_policy(values.policy, provenance=values.provenance)
+        if values.provenance == "isolated":
+            sink = text_sink(served.tokenizer.encode, served.model.config.bos_token_id, policy.sink_tokens)
+            policy = dataclasses.replace(policy, sink=sink)
         batcher = Batcher.create(
             served.model, config, policy, values.mode, slots=values.slots, store=values.store or None,
             together=values.together, segment=values.segment,

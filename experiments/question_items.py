@@ -34,6 +34,7 @@ from experiments.reuse_items import CONTINUATION, Item
 from experiments.reuse_policies import ISOLATED_BOS, ISOLATED_TEXT
 from experiments.subjects import Subject
 from irminsul.policies import get_policy
+from irminsul.sources import text_sink
 
 CACHED_ALONE = ("nq_one_alone", "nq_one_sink", "nq_one_text")
 TASKS = ("nq", "nq_one", *CACHED_ALONE, "hotpotqa", "musique", "musique_rag", "key_value", "gov_report")
@@ -43,10 +44,6 @@ KEY_VALUE = "kv_retrieval_75keys_30.jsonl.gz"
 NQ_DISTRACTORS = 4
 CHUNK_TOKENS = 512  # of long texts that do not come in passages
 RECORDS = 15  # key-value pairs a passage
-SINK_TEXT = (
-    "This is a passage that was kept from an earlier conversation. It may help to answer what is asked below, "
-    "or it may have nothing to do with it at all.\n\n"
-)
 
 Passages = tuple[list[str], str, tuple[str, ...], bool]  # passages, question, right answers, answers anywhere
 
@@ -209,11 +206,9 @@ def _alone(task: str, chosen: Subject) -> Int32[np.ndarray, " W"]:
 def sinks(chosen: Subject) -> dict[str, Int32[np.ndarray, " W"]]:
     """By lane, sinks other than the one of ``irminsul.sources``: BOS repeated, and a text that says nothing, as long as
     the carve-out at least."""
-    shortest, text = get_policy("irminsul").sink_tokens, chosen.encode(SINK_TEXT)
-    text = np.tile(text, max(1, -(-shortest // max(1, len(text)))))
-    if chosen.bos is not None:
-        text = np.concatenate([[chosen.bos], text])
-    return {ISOLATED_BOS: np.full(shortest, chosen.bos or 0, np.int32), ISOLATED_TEXT: text.astype(np.int32)}
+    shortest = get_policy("irminsul").sink_tokens
+    text = text_sink(chosen.encode, chosen.bos, shortest)
+    return {ISOLATED_BOS: np.full(shortest, chosen.bos or 0, np.int32), ISOLATED_TEXT: np.array(text, np.int32)}
 
 
 def _begin(chosen: Subject) -> Int32[np.ndarray, " P"]:

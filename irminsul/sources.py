@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,11 @@ from irminsul.page_tree import Piece
 from irminsul.plan import Readable, Span, exact_prefix, path_end
 from irminsul.policies import Policy
 from irminsul.prompt_checks import as_token_ids, check_token_ids
+
+SINK_TEXT = (
+    "This is a passage that was kept from an earlier conversation. It may help to answer what is asked below, "
+    "or it may have nothing to do with it at all.\n\n"
+)
 
 
 def readable(cache: ContentCache, keys: tuple[bytes, ...], tokens: Int32[np.ndarray, " T"]) -> tuple[Readable, ...]:
@@ -35,8 +41,8 @@ def canonical_sink(model: Any, policy: Policy) -> Int32[np.ndarray, " W"]:
     """The tokens that isolated chunks are computed behind: ``policy.sink``, or BOS (0 for a model without) and
     ``sink_tokens`` - 1 others, evenly spread over the vocabulary.
 
-    Ordinary text of the model's tokenizer, as ``policy.sink``, is better still. BOS repeated, as no text has it, is far
-    worse: two right answers in three are lost behind it (``docs/results/accuracy.md``).
+    Ordinary text of the model's tokenizer, as ``policy.sink``, is better still (``text_sink``). BOS repeated, as no
+    text has it, is far worse: two right answers in three are lost behind it (``docs/results/accuracy.md``).
 
     Raises:
       ValueError: if ``policy.sink`` holds what is no token of the model.
@@ -50,6 +56,15 @@ def canonical_sink(model: Any, policy: Policy) -> Int32[np.ndarray, " W"]:
     vocabulary = 0 if model is None else model.vocab_size
     ids = vocabulary * others // (len(others) + 1)
     return np.concatenate([[0 if begin is None else begin], ids]).astype(np.int32)
+
+
+def text_sink(encode: Callable[[str], Iterable[int]], begin: int | None, at_least: int = 32) -> tuple[int, ...]:
+    """A ``Policy.sink`` of ordinary text that says nothing: BOS, if there is one, and the text again and again, until
+    they are ``at_least`` tokens (``Policy.sink_tokens``)."""
+    text, found = [int(token) for token in encode(SINK_TEXT)], [] if begin is None else [begin]
+    while text and len(found) < at_least:
+        found += text
+    return tuple(found)
 
 
 def isolated_chunks(content: PromptContent, policy: Policy) -> list[tuple[int, int]]:

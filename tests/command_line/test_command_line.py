@@ -87,15 +87,16 @@ def test_a_plan_says_whether_the_weights_fit(capsys):
 
 def test_a_server_is_made_as_its_flags_say(capsys, monkeypatch):
     def create(model, config, policy, mode, **settings):
-        raise ValueError(f"{policy.name} {policy.provenance} {mode} {config.max_new_tokens} {settings}")
+        sink = len(set(policy.sink)) > 16  # a text, no token repeated
+        raise ValueError(f"{policy.name} {policy.provenance} {sink} {mode} {config.max_new_tokens} {settings}")
 
     monkeypatch.setattr(Batcher, "create", create)
     flags = (
-        "--policy=epic --provenance=exact --mode=deterministic --answer_tokens=9 --together=2 --segment=99 --slots=3"
+        "--policy=epic --provenance=isolated --mode=deterministic --answer_tokens=9 --together=2 --segment=99 --slots=3"
     )
     assert main(["serve", "--port=0", "--model=irminsul-mini-mla", *flags.split()]) == 2
     settings = {"slots": 3, "store": None, "together": 2, "segment": 99}
-    assert capsys.readouterr().err == f"error: epic exact deterministic 9 {settings}\n"
+    assert capsys.readouterr().err == f"error: epic isolated True deterministic 9 {settings}\n"
 
 
 def test_flags_of_one_call_are_not_those_of_the_next(capsys):

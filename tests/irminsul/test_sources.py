@@ -16,7 +16,7 @@ from irminsul.engine import Engine
 from irminsul.plan import EXACT, REFUSED, SHIFTED
 from irminsul.policies import get_policy
 from irminsul.prefill import prefill
-from irminsul.sources import canonical_sink
+from irminsul.sources import canonical_sink, text_sink
 from tests.irminsul.conftest import SMALL_CHUNKS
 from tests.irminsul.serving import edits, prompts, random_tokens
 
@@ -103,6 +103,8 @@ def test_isolated_rows_serve_chunks_anywhere_and_rows_behind_prompts_are_refused
     assert sink[0] == 0  # a model without BOS
     assert len(np.unique(sink)) == EAGER.sink_tokens > sink.argmax() > 0  # and no token of it twice
     assert 0 <= sink.min() <= sink.max() < served.model.vocab_size
+    assert text_sink(lambda text: [4, 5, 6], 1, 8) == (1, 4, 5, 6, 4, 5, 6, 4, 5, 6)
+    assert text_sink(lambda text: [4, 5, 6], None, 6) == (4, 5, 6, 4, 5, 6)
     given = dataclasses.replace(EAGER, sink=(7,) * EAGER.sink_tokens)
     assert canonical_sink(served.model, given).tolist() == [7] * EAGER.sink_tokens
 
