@@ -42,7 +42,7 @@ def canonical_sink(model: Any, policy: Policy) -> Int32[np.ndarray, " W"]:
     ``sink_tokens`` - 1 others, evenly spread over the vocabulary.
 
     Ordinary text of the model's tokenizer, as ``policy.sink``, is better still (``text_sink``). BOS repeated, as no
-    text has it, is far worse: two right answers in three are lost behind it (``docs/results/accuracy.md``).
+    text has it, is far worse: seven right answers in ten are lost behind it (``docs/results/accuracy.md``).
 
     Raises:
       ValueError: if ``policy.sink`` holds what is no token of the model.
