@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from models import families, mistral_params
 from models.families import Architecture, Family, Model, Tensor
 from models.row_int8 import with_row_scales
-from models.safetensors_reader import CheckpointError, Stored, read_folder
+from models.safetensors_reader import CheckpointError, Stored, read_folder, read_json
 
 DEFAULT_SHARD_BYTES = 5 * 2**30
 PRETRAINED = Path(__file__).parent / "pretrained"
@@ -69,9 +69,9 @@ def read_published(folder: Path) -> tuple[Family, Any, Mapping[str, Stored]]:
       ValueError: for a config that is unsupported or contradicts itself.
     """
     if (folder / "config.json").exists():
-        fields = json.loads((folder / "config.json").read_text())
+        fields = read_json(folder / "config.json")
     else:
-        fields = mistral_params.config_of(json.loads((folder / "params.json").read_text()))
+        fields = mistral_params.config_of(read_json(folder / "params.json"))
     family, config = families.read_config(fields)
     block = (fields.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     return family, config, with_row_scales(read_folder(folder, tuple(block)))
@@ -185,11 +185,12 @@ def saved_config(folder: str | Path) -> tuple[Path, Family, Any]:
 
     Raises:
       FileNotFoundError: if the folder holds no such checkpoint.
+      CheckpointError: if its config is no JSON object.
     """
     folder = Path(folder).absolute()
     if not (folder / "params").exists() or not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no checkpoint; it needs config.json and params")
-    family, config = families.read_config(json.loads((folder / "config.json").read_text()))
+    family, config = families.read_config(read_json(folder / "config.json"))
     return folder, family, config
 
 

@@ -82,15 +82,29 @@ def read_folder(folder: Path, block: tuple[int, int] = (128, 128)) -> dict[str, 
     index = folder / f"{stem}.safetensors.index.json"
     if not index.exists():
         return with_scales_applied(read_file(folder / f"{stem}.safetensors"), block)
-    try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{index} is not an index of shards ({error}); download it again") from error
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{index} is not an index of shards (it has no weight_map); download it again")
     shards = {name: read_file(folder / name) for name in sorted(set(places.values()))}
     for name, shard in places.items():
         if name not in shards[shard]:
             raise CheckpointError(f"tensor {name!r} is missing: the index places it in {shard}; download that again")
     return with_scales_applied({name: shards[shard][name] for name, shard in places.items()}, block)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint.
+
+    Raises:
+      CheckpointError: if the file holds none.
+    """
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} holds {type(fields).__name__} where an object belongs; download it again")
+    return fields
 
 
 def read_file(path: Path) -> dict[str, Stored]:

@@ -19,6 +19,7 @@ import tokenizers
 
 from models import pretrained
 from models.chat_format import format_of
+from models.safetensors_reader import read_json
 
 # For models without a template of their own: one line naming the role, then the content, tools as JSON in front.
 #
@@ -151,7 +152,7 @@ def load_tokenizer(name_or_path: str | Path, *, reference: bool = False) -> Toke
     backend.no_padding()
     settings: dict[str, Any] = {}
     if (folder / "tokenizer_config.json").exists():
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings = read_json(folder / "tokenizer_config.json")
     return Tokenizer(backend, _templates(folder, settings, backend), _special_tokens(settings))
 
 
@@ -168,7 +169,7 @@ def _templates(folder: Path, settings: Mapping[str, Any], backend: tokenizers.To
 def _known_template(folder: Path, backend: tokenizers.Tokenizer) -> str | None:
     """The form that models of this type, or with this vocabulary, write chats in, if it is known."""
     path = folder / "config.json"
-    model_type = json.loads(path.read_text()).get("model_type") if path.exists() else None
+    model_type = read_json(path).get("model_type") if path.exists() else None
     known = format_of(model_type, backend.token_to_id)
     return None if known is None else known.template()
 

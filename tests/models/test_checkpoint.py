@@ -119,6 +119,13 @@ def test_a_truncated_file_is_named(folder):
         models.load(folder)
 
 
+def test_a_broken_config_is_named(folder):
+    for text, why in [("", "is not JSON"), ('{"model_type": "deep', "is not JSON"), ("[1]", "holds list")]:
+        (folder / "config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=rf"config\.json {why} .*download it again"):
+            models.load(folder)
+
+
 def offset(item):
     """Where a tensor of a safetensors header ends."""
     return item[1]["data_offsets"][1] if item[0] != "__metadata__" else -1
