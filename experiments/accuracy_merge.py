@@ -1,13 +1,14 @@
 """One report of several runs of the accuracy study, which may have been made side by side or stopped on the way.
 
 ``python -m experiments.accuracy_merge --environment=DIR/result.json --out=DIR ROWS.jsonl [ROWS.jsonl ...]``: rows as a
-run keeps them until it is complete (``rows.py``), finished batches only, each item, task, model and policy once, and of
-the items those that every policy was asked.
+run keeps them until it is complete (``rows.py``), compressed (``.xz``) or not, finished batches only, each item, task,
+model and policy once, and of the items those that every policy was asked.
 ``--environment`` names a result of the same machine.
 """
 
 import argparse
 import json
+import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ def finished_rows(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     key: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     pending: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    text = lzma.decompress(path.read_bytes()).decode() if path.suffix == ".xz" else path.read_text(encoding="utf-8")
+    for line in text.splitlines():
         try:
             record = json.loads(line)
         except ValueError:

@@ -79,11 +79,11 @@ def _cell(key: tuple[str, str, str], group: Rows, full: Rows, rng: np.random.Gen
         "task": task,
         "policy": policy,
         "exact_match": float(right.mean()),
-        "exact_match_interval": _interval(right[picks].mean(axis=1)),
+        "exact_match_interval": interval(right[picks].mean(axis=1)),
         "difference": float((right - reference).mean()),
-        "difference_interval": _interval((right - reference)[picks].mean(axis=1)),
+        "difference_interval": interval((right - reference)[picks].mean(axis=1)),
         "kl": float(divergence.mean()),
-        "kl_interval": _interval(divergence[picks].mean(axis=1)),
+        "kl_interval": interval(divergence[picks].mean(axis=1)),
         "kl_99": float(np.quantile(tokens, 0.99)),
         "kl_worst": float(tokens.max()),
         "agreement": float(np.mean([row["agreement"] for row in group])),
@@ -104,9 +104,9 @@ def _answered(group: Rows, full: Rows, picks: Int[np.ndarray, "D n"]) -> dict[st
     found, reference = (np.array([row["f1"] for row in rows]) for rows in (group, full))
     return {
         "f1": float(found.mean()),
-        "f1_interval": _interval(found[picks].mean(axis=1)),
+        "f1_interval": interval(found[picks].mean(axis=1)),
         "f1_difference": float((found - reference).mean()),
-        "f1_difference_interval": _interval((found - reference)[picks].mean(axis=1)),
+        "f1_difference_interval": interval((found - reference)[picks].mean(axis=1)),
     }
 
 
@@ -115,7 +115,7 @@ def _timed(group: Rows) -> dict[str, float]:
     return {"ttft_ms": float(np.median(times))} if times else {}
 
 
-def _interval(values: Float[np.ndarray, " D"]) -> tuple[float, float]:
+def interval(values: Float[np.ndarray, " D"]) -> tuple[float, float]:
     low, high = np.quantile(values, (0.025, 0.975))
     return float(low), float(high)
 
@@ -237,7 +237,7 @@ def contests(rows: Rows, draws: int, seed: int) -> str:
             picks = rng.integers(len(mine), size=(draws, len(mine)))
             for rival in (name for name in rivals if name in by):
                 more = np.array([np.mean(row["kl_tokens"]) for row in by[rival]]) - mine
-                low, high = _interval(more[picks].mean(axis=1))
+                low, high = interval(more[picks].mean(axis=1))
                 gain = f"{more.mean():.2g} [{low:.2g}, {high:.2g}]"
                 lines.append((model, task, policy, f"{share[policy]:.3f}", rival, f"{share[rival]:.3f}", gain))
     columns = ("model", "task", "repair", "recomputed", "against", "recomputed", "KL more than repair")
@@ -269,7 +269,7 @@ def won_back(rows: Rows, draws: int, seed: int) -> str:
             gains = []
             for quantity in ("exact_match", "f1"):
                 mine, others = (np.array([row[quantity] for row in each]) for each in (group, by[blind]))
-                low, high = _interval((mine - others)[picks].mean(axis=1))
+                low, high = interval((mine - others)[picks].mean(axis=1))
                 gains.append(f"{(mine - others).mean():+.3f} [{low:+.3f}, {high:+.3f}]")
             right = f"{np.mean([row['exact_match'] for row in group]):.3f}"
             lines.append((model, task, policy, f"{computed(group):.3f}", right, blind, *gains))

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import lzma
 from itertools import pairwise
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import models
 from experiments import (
     accuracy,
     accuracy_merge,
+    accuracy_pairs,
     accuracy_report,
     batch_serving,
     drift,
@@ -352,9 +354,20 @@ def test_runs_are_put_together_by_their_finished_batches(tmp_path):
         {"row": made_row("naive", 7, 1.0, 0)},  # of an item that the others were not asked
         {"finished": "0"},
     ]
-    paths = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    paths = [tmp_path / "first.jsonl", tmp_path / "second.jsonl.xz"]
     for path, records in zip(paths, (first, [*second, {"row": made_row("naive", 1, 1.0, 0)}]), strict=True):
-        path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"row": {"mod', encoding="utf-8")
+        text = ("".join(json.dumps(record) + "\n" for record in records) + '{"row": {"mod').encode()
+        path.write_bytes(lzma.compress(text) if path.suffix == ".xz" else text)
     config, rows = accuracy_merge.merged(paths)
     assert [(row["policy"], row["item"]) for row in rows] == [("full", 0), ("epic:4", 0), ("naive", 0)]
     assert (config.policies, config.samples, config.tasks) == ("full,epic:4,naive", 9, "nq")
+
+
+def test_two_policies_are_compared_on_the_items_both_were_asked():
+    asked = [("naive", 0, 0.5), ("naive", 1, 0.25), ("epic:4", 1, 0.125), ("epic:4", 2, 9.0), ("full", 1, 0.0)]
+    rows = [{**made_row(policy, item, kl, 10), "exact_match": kl} for policy, item, kl in asked]
+    ((model, task, items, *_, right, kl),) = accuracy_pairs.pairs(rows, "naive", "epic:4", 50, 0)
+    assert (model, task, items) == (rows[0]["model"], rows[0]["task"], 1)
+    assert (right, kl) == ("+0.125 [+0.125, +0.125]", "+0.12 [+0.12, +0.12]")
+    with pytest.raises(ValueError, match="no item was asked under both 'naive' and 'oracle'"):
+        accuracy_pairs.pairs(rows, "naive", "oracle", 50, 0)
