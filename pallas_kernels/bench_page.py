@@ -162,6 +162,24 @@ def best_peers(peers: dict[str, Any], ceilings: dict[str, float]) -> dict[Shape,
     return times
 
 
+def finding(result: dict[str, Any]) -> str:
+    """How near to the ceilings shapes come that hold more than one token's queries, in two lines."""
+    shares = {
+        pattern: [
+            100 * floor(shape, result["ceilings"]) / row["microseconds"]
+            for shape, rows in by_shape(result).items()
+            for row in rows
+            if shape[1] * shape[2] > 1 and _absorbed(row) and row["rotation"] and row["delta_pattern"] == pattern
+        ]
+        for pattern in ("every_8_pages", "every_page")
+    }
+    spans, pages = (f"{min(found):.0f} to {max(found):.0f} %" for found in shares.values())
+    return (
+        f"More than one token's queries reach {spans} of the ceilings with a new distance\n"
+        f"every 8 pages, {pages} with one for every page"
+    )
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Rate over operations a byte, on logarithmic axes, under the two ceilings of the run."""
     import matplotlib
@@ -187,7 +205,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 axes.plot(*zip(*points, strict=True), marker, color=color, fillstyle=fill, label=label or None)
     axes.plot([], [], "o", color="gray", fillstyle="none", label="hollow: every page its own distance")
     axes.set(xscale="log", yscale="log", xlabel="operations per byte of cached rows", ylabel="TFLOP/s")
-    axes.set_title("Rotated latent attention, a new distance every 8 pages", loc="left", fontsize="medium")
+    axes.set_title(finding(result), loc="left", fontsize="medium")
     axes.legend(frameon=False)
     # The same figures give the same file: no date, no random names.
     with matplotlib.rc_context({"svg.hashsalt": path.stem}):
