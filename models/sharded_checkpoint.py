@@ -159,7 +159,7 @@ def _several_at_once(
 ) -> None:
     """Fills from as many tensors at once as together take no more than the largest."""
     sizes = [math.prod(one.shape) * one.dtype.itemsize for _, one in tensors]
-    total, started = sum(one.stored_bytes for _, one in tensors), time.perf_counter()
+    largest, total, started = max(sizes, default=0), sum(one.stored_bytes for _, one in tensors), time.perf_counter()
     pending: deque[tuple[int, int, Future[None]]] = deque()
     done = held = 0
 
@@ -174,7 +174,7 @@ def _several_at_once(
 
     with ThreadPoolExecutor(READERS) as threads:
         for (tensor, one), size in zip(tensors, sizes, strict=True):
-            while pending and (held + size > max(sizes) or len(pending) == 2 * READERS):
+            while pending and (held + size > largest or len(pending) == 2 * READERS):
                 held -= finish_first()
             pending.append((size, one.stored_bytes, threads.submit(fill, tensor)))
             held += size
