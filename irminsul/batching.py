@@ -41,7 +41,7 @@ from irminsul.prefill import (
 from irminsul.prompt_checks import check_prompt, check_storage
 from irminsul.publish import end_isolated, publish
 from irminsul.rope import check_rotation
-from irminsul.sampling import check_sampling
+from irminsul.sampling import all_finite, check_sampling
 from irminsul.sources import canonical_sink
 from irminsul.store import Store
 from irminsul.ticket import Ticket, sampling_of
@@ -470,7 +470,7 @@ class Batcher:
         running, written = self.slots[slot], []
         assert running is not None
         # The last logits have seen every row of the answer.
-        if running.written and self.decoded is not None and np.isfinite(np.max(np.asarray(self.decoded[slot]))):
+        if running.written and self.decoded is not None and all_finite(self.decoded[slot]):
             written = running.written
         self.slots[slot], self.blocked = None, False
         self.cache = end_request(self.store, self.cache, running.request, np.asarray(written, np.int32))

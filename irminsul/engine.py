@@ -20,7 +20,7 @@ from irminsul.prefill import PrefillResult, prefill
 from irminsul.prompt_checks import as_token_ids, check_token_ids
 from irminsul.publish import isolate_each, publish
 from irminsul.rope import check_rotation
-from irminsul.sampling import check_sampling
+from irminsul.sampling import all_finite, check_sampling
 from irminsul.store import Store
 from irminsul.tiers import end_request, forget_everywhere, load_ahead, open_store
 
@@ -125,7 +125,7 @@ class Engine:
         """
         check_sampling(temperature, top_p, seed, stop_tokens)
         forced = None if continuation is None else as_token_ids("continuation", continuation)
-        if forced is not None and forced.size:
+        if forced is not None:
             check_token_ids(forced, self.model)
         who: dict[str, Any] = {"namespace": namespace, "adapter": adapter, "mode": self.mode}
         sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -256,5 +256,5 @@ class Engine:
                 self.cache = decoding.cache
             if last:
                 break
-        sound = all(np.isfinite(np.max(row)) for row in (*logits, np.asarray(decoding.logits)))
+        sound = all_finite(decoding.logits) and all(map(all_finite, logits))
         return emitted, np.asarray(decoding.tokens if sound else [], np.int32), logits

@@ -40,8 +40,7 @@ def pin(
     """
     cache.require_alive()
     tokens = as_token_ids("tokens", tokens)
-    if tokens.size:
-        check_token_ids(tokens, model)
+    check_token_ids(tokens, model)
     policy = get_policy(policy, shifted="ignore", repair="none", provenance="same_namespace")
     key = request_key(cache, model, namespace, adapter, policy.bitwise, mode)
     if key not in cache.namespaces:

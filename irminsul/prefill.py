@@ -24,6 +24,7 @@ from irminsul.plan import Readable, ReusePlan, Span, plan_prompt
 from irminsul.policies import Policy, get_policy
 from irminsul.prompt_checks import as_token_ids, check_prompt, check_storage, check_token_ids
 from irminsul.repair import lend, privatise, with_repairs
+from irminsul.sampling import all_finite
 from irminsul.sources import isolated_spans, readable, sources_of
 from pallas_kernels.mesh_axes import EXPERT, SEQUENCE, TENSOR, split_axes
 
@@ -245,7 +246,7 @@ def kept_if_finite(request: Request, logits: Float[Array, " V"]) -> Request:
     One that went wrong makes NaN of what attends to it and, within its block, of tokens to its left: kept, all of them
     would do so to every prompt that is served from them.
     """
-    return request if np.isfinite(np.max(np.asarray(logits))) else keep_nothing(request)
+    return request if all_finite(logits) else keep_nothing(request)
 
 
 def complete(cache: ContentCache, request: Request, generated: np.ndarray | None = None) -> ContentCache:
@@ -260,8 +261,7 @@ def complete(cache: ContentCache, request: Request, generated: np.ndarray | None
     """
     cache.require_alive()
     tree, written = cache.tree, as_token_ids("generated", np.zeros(0, np.int32) if generated is None else generated)
-    if written.size:
-        check_token_ids(written, None)
+    check_token_ids(written, None)
     if written.size > len(request.slots):
         raise ValueError(
             f"generated holds {written.size} tokens and new_tokens={len(request.slots)} rows were reserved by prefill; "

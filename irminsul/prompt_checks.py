@@ -70,8 +70,9 @@ def as_token_ids(field: str, tokens: np.ndarray) -> Integer[np.ndarray, " T"]:
 
 
 def check_token_ids(tokens: np.ndarray, model: Any) -> None:
-    """Raises ``ValueError`` for an id that is none of the model's, or, without one, no non-negative int32."""
+    """Raises ``ValueError`` for an id that is none of the model's, or, without one, no non-negative int32; there may be
+    no ids at all."""
     vocab_size = np.iinfo(np.int32).max if model is None else model.vocab_size
-    for token in (tokens.min(), tokens.max()):
+    for token in (tokens.min(), tokens.max()) if tokens.size else ():
         if not 0 <= token < vocab_size:
             raise ValueError(f"tokens holds the id {token}, outside 0..{vocab_size - 1}; check the tokenizer")

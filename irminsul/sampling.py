@@ -5,6 +5,7 @@ from numbers import Integral, Real
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -31,6 +32,11 @@ def check_sampling(temperature: float, top_p: float, seed: int, stop_tokens: Col
         raise ValueError(f"seed={seed} must fit into 32 bits")
     if not isinstance(stop_tokens, Collection) or not all(isinstance(token, Integral) for token in stop_tokens):
         raise ValueError(f"stop_tokens={stop_tokens!r} must be a tuple of token ids; write (3,) for one")
+
+
+def all_finite(logits: Float[Array, "*batch V"] | Float[np.ndarray, "*batch V"]) -> bool:
+    """Whether ``logits`` saw only rows that are sound: what is not a number is their maximum. Waits for them."""
+    return bool(np.isfinite(np.max(np.asarray(logits))))
 
 
 def sample(logits: Float[Array, "B V"], sampling: Sampling, position: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -24,7 +24,7 @@ from irminsul.cache_key import check_names
 from irminsul.fingerprint import fingerprint, key_bytes
 from irminsul.policies import Policy, get_policy
 from irminsul.prompt_checks import as_token_ids, check_token_ids
-from irminsul.sampling import Sampling, check_sampling, sample
+from irminsul.sampling import Sampling, all_finite, check_sampling, sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class SnapshotCache:
             if self.policy.register and len(part) == block:
                 parent = self._node(parent, part, state, begin)
                 kept.append(parent)
-        if kept and np.isfinite(np.max(np.asarray(logits))):  # else whoever is served from them would be lost, too
+        if kept and all_finite(logits):  # else whoever is served from them would be lost, too
             self.roots[key], parent = root, path[-1] if path else root
             for node in kept:
                 parent = self._attach(parent, node, key)
