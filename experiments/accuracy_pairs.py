@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments import report
 from experiments.accuracy_merge import finished_rows
-from experiments.accuracy_report import computed, interval
+from experiments.accuracy_report import by_policy, computed, mean_shown
 
 COLUMNS = ("model", "task", "items", "computed, first", "computed, second", "right, more", "KL, more")
 
@@ -28,26 +28,19 @@ def pairs(
     Raises:
       ValueError: if no item was asked under both.
     """
-    of: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = {}
-    for row in rows:
-        by = of.setdefault((row["model"], row["task"]), {first: {}, second: {}})
-        if row["policy"] in by:
-            by[row["policy"]][row["item"]] = row
     lines = []
-    for (model, task), by in of.items():
-        items = sorted(by[first].keys() & by[second].keys())
+    for (model, task), by in by_policy(rows).items():
+        asked = [{row["item"]: row for row in by.get(policy, ())} for policy in (first, second)]
+        items = sorted(asked[0].keys() & asked[1].keys())
         if not items:
             continue
-        mine, others = ([by[policy][item] for item in items] for policy in (first, second))
+        mine, others = ([each[item] for item in items] for each in asked)
         picks = np.random.default_rng(seed).integers(len(items), size=(draws, len(items)))
         right = np.array([a["exact_match"] - b["exact_match"] for a, b in zip(mine, others, strict=True)])
         kl = np.array([np.mean(a["kl_tokens"]) - np.mean(b["kl_tokens"]) for a, b in zip(mine, others, strict=True)])
-        shown = []
-        for values, form in ((right, "+.3f"), (kl, "+.2g")):
-            low, high = interval(values[picks].mean(axis=1))
-            shown.append(f"{values.mean():{form}} [{low:{form}}, {high:{form}}]")
         shares = f"{computed(mine):.3f}", f"{computed(others):.3f}"
-        lines.append((model, task, len(items), *shares, shown[0], shown[1]))
+        more = mean_shown(right, picks, "+.3f"), mean_shown(kl, picks, "+.2g")
+        lines.append((model, task, len(items), *shares, *more))
     if not lines:
         raise ValueError(f"no item was asked under both {first!r} and {second!r}; give policies that the rows name")
     return lines

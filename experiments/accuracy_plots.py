@@ -12,17 +12,17 @@ import numpy as np
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.plots import STYLE, entitle
+from experiments.reuse_policies import ISOLATED_BOS, ISOLATED_TEXT, NO_CARVE_OUT
 
 SMALLEST_KL = 1e-8  # nats; below it is rounding
-FEWEST_ITEMS = 50  # that tell a difference in right answers from none
 FIGURES = {"exact_match": "right answers", "kl": "KL to full prefill (nats)", "f1": "F1 of generated answers"}
 # What is drawn, in this order; the others coincide with one of them or are no point of a curve.
 KINDS = {
     "full": ("#3b3b3b", "full prefill"),
     "naive": ("#b3362c", "keys not turned"),
     "isolated": ("#b59ad6", "isolated"),
-    "isolated-text": ("#6b6b6b", "isolated, behind a text"),
-    "isolated-bos": ("#a9a9a9", "isolated, behind BOS repeated"),
+    ISOLATED_TEXT: ("#6b6b6b", "isolated, behind a text"),
+    ISOLATED_BOS: ("#a9a9a9", "isolated, behind BOS repeated"),
     "epic": ("#c99a2e", "EPIC"),
     "cacheblend": ("#d9622b", "CacheBlend"),
     "irminsul+repair": ("#1f4e8c", "irminsul+repair"),
@@ -146,11 +146,11 @@ def _differences(axis: Any, cells: list[dict[str, Any]]) -> None:
     cells = sorted(cells, key=lambda cell: cell["computed"])
     axis.axvline(0, color=KINDS["full"][0], linestyle="--", linewidth=1)
     for place, cell in enumerate(cells):
-        kind = cell["policy"].split(":")[0].replace("-no-carve-out", "")
+        kind = cell["policy"].split(":")[0].replace(NO_CARVE_OUT, "")
         low, high = (100 * bound for bound in cell["difference_interval"])
         colour = KINDS.get(kind, ("#555555", kind))[0]
         axis.plot([low, high], [place, place], color=colour, linewidth=1.2)
         axis.plot([100 * cell["difference"]], [place], "o", color=colour, markersize=3.5)
-    names = [f"{cell['policy'].replace('-no-carve-out', '*')}  {100 * cell['computed']:.0f} %" for cell in cells]
+    names = [f"{cell['policy'].replace(NO_CARVE_OUT, '*')}  {100 * cell['computed']:.0f} %" for cell in cells]
     axis.set_yticks(range(len(cells)), names, fontsize=6.5)
     axis.set_ylim(len(cells) - 0.4, -0.6)

@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from ml_collections import ConfigDict
 
 from experiments import report
-from experiments.accuracy_plots import FEWEST_ITEMS, KINDS, plot, plot_differences, titled
+from experiments.accuracy_plots import KINDS, plot, plot_differences, titled
+from experiments.reuse_policies import ISOLATED_BOS, ISOLATED_TEXT, NO_CARVE_OUT
 
 REPAIR = ("irminsul+repair", "irminsul+question")  # the policies of this project
 Rows = Sequence[dict[str, Any]]
@@ -26,8 +27,8 @@ def describe(config: ConfigDict, rows: Rows, out: Path) -> report.StudyResult:
     if any("f1" in cell for cell in cells):
         figures["f1"] = "f1.png"
     for quantity, name in figures.items():
-        shown = [cell for cell in cells if quantity in cell]
-        plot(shown, quantity, headline(shown), out / name)
+        drawn = [cell for cell in cells if quantity in cell]
+        plot(drawn, quantity, headline(drawn), out / name)
     many = [cell for cell in cells if "f1" in cell and cell["items"] >= FEWEST_ITEMS]
     answered = {cell["task"] for cell in many if cell["policy"] == "full" and cell["exact_match"] >= FEWEST_RIGHT}
     many = [cell for cell in many if cell["task"] in answered]
@@ -116,8 +117,27 @@ def _timed(group: Rows) -> dict[str, float]:
 
 
 def interval(values: Float[np.ndarray, " D"]) -> tuple[float, float]:
+    """Where 95 % of the means of resampled items lie."""
     low, high = np.quantile(values, (0.025, 0.975))
     return float(low), float(high)
+
+
+def shown(value: float, bounds: tuple[float, float], form: str) -> str:
+    """A figure and its interval, as tables print them."""
+    return f"{value:{form}} [{bounds[0]:{form}}, {bounds[1]:{form}}]"
+
+
+def mean_shown(values: Float[np.ndarray, " n"], picks: Int[np.ndarray, "D n"], form: str) -> str:
+    """The mean over items, with the interval of its resamples ``picks``."""
+    return shown(values.mean(), interval(values[picks].mean(axis=1)), form)
+
+
+def by_policy(rows: Rows) -> dict[tuple[str, str], dict[str, list[dict[str, Any]]]]:
+    """Rows by model and task, then by policy."""
+    of: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        of.setdefault((row["model"], row["task"]), {}).setdefault(row["policy"], []).append(row)
+    return of
 
 
 def summarise(cells: list[dict[str, Any]]) -> dict[str, float]:
@@ -221,11 +241,8 @@ def table(cells: list[dict[str, Any]], model: str) -> str:
 def contests(rows: Rows, draws: int, seed: int) -> str:
     """Markdown: how much more KL the others leave than repair on the same items: CacheBlend with the same budget, and
     EPIC with the least number of tokens a run that recomputes no fewer. Empty where there is no pair."""
-    of: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
-        of.setdefault((row["model"], row["task"]), {}).setdefault(row["policy"], []).append(row)
     rng, lines = np.random.default_rng(seed), []
-    for (model, task), by in of.items():
+    for (model, task), by in by_policy(rows).items():
         share = {policy: recomputed(group) for policy, group in by.items()}
         for policy in [policy for policy in by if policy.split(":")[0] in REPAIR]:
             rivals = [f"cacheblend:{budget}" for budget in policy.split(":")[1:]]
@@ -237,30 +254,23 @@ def contests(rows: Rows, draws: int, seed: int) -> str:
             picks = rng.integers(len(mine), size=(draws, len(mine)))
             for rival in (name for name in rivals if name in by):
                 more = np.array([np.mean(row["kl_tokens"]) for row in by[rival]]) - mine
-                low, high = interval(more[picks].mean(axis=1))
-                gain = f"{more.mean():.2g} [{low:.2g}, {high:.2g}]"
+                gain = mean_shown(more, picks, ".2g")
                 lines.append((model, task, policy, f"{share[policy]:.3f}", rival, f"{share[rival]:.3f}", gain))
     columns = ("model", "task", "repair", "recomputed", "against", "recomputed", "KL more than repair")
     return "## Repair against the others, in pairs\n\n" + report.markdown_table(columns, lines) if lines else ""
 
 
+FEWEST_ITEMS = 50  # that tell a difference in right answers from none
 FEWEST_RIGHT = 0.05  # of full prefill, so that there is something to lose
-BLIND = (
-    "irminsul-no-carve-out",
-    "isolated-bos",
-    "isolated",
-)  # what is reused as it was cached, the first that was asked
+# What is reused as it was cached, the first that was asked.
+BLIND = (f"irminsul{NO_CARVE_OUT}", ISOLATED_BOS, "isolated")
 
 
 def won_back(rows: Rows, draws: int, seed: int) -> str:
     """Markdown: what each policy answers on the same items more than passages cached apart do as they are (``BLIND``),
     where answers are generated. Empty where there is no such pair."""
-    of: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
-        if "f1" in row:
-            of.setdefault((row["model"], row["task"]), {}).setdefault(row["policy"], []).append(row)
     rng, lines = np.random.default_rng(seed), []
-    for (model, task), by in of.items():
+    for (model, task), by in by_policy([row for row in rows if "f1" in row]).items():
         blind = next((name for name in BLIND if name in by), None)
         if blind is None:
             continue
@@ -269,8 +279,7 @@ def won_back(rows: Rows, draws: int, seed: int) -> str:
             gains = []
             for quantity in ("exact_match", "f1"):
                 mine, others = (np.array([row[quantity] for row in each]) for each in (group, by[blind]))
-                low, high = interval((mine - others)[picks].mean(axis=1))
-                gains.append(f"{(mine - others).mean():+.3f} [{low:+.3f}, {high:+.3f}]")
+                gains.append(mean_shown(mine - others, picks, "+.3f"))
             right = f"{np.mean([row['exact_match'] for row in group]):.3f}"
             lines.append((model, task, policy, f"{computed(group):.3f}", right, blind, *gains))
     columns = ("model", "task", "policy", "computed, of the prompt", "right", "against", "right, more", "F1, more")
@@ -283,10 +292,10 @@ def lost_blind(cells: list[dict[str, Any]]) -> str:
     of = {(cell["task"], cell["policy"]): cell for cell in cells if cell["model"] == cells[0]["model"]}
     lost = []
     for task in dict.fromkeys(cell["task"] for cell in cells):
-        blind = next((name for name in ("irminsul-no-carve-out", "irminsul") if (task, name) in of), None)
+        blind = next((name for name in (f"irminsul{NO_CARVE_OUT}", "irminsul") if (task, name) in of), None)
         if blind:
             lost.append(f"{titled(task)} {-100 * of[task, blind]['difference']:.1f}")
-    for kind in ("isolated-bos", "isolated-text", "isolated"):
+    for kind in (ISOLATED_BOS, ISOLATED_TEXT, "isolated"):
         isolated = [cell for (_, policy), cell in of.items() if policy == kind]
         if isolated:
             lost.append(f"{KINDS[kind][1]} {-100 * isolated[0]['difference']:.1f}")
@@ -306,5 +315,4 @@ def recomputed(group: Rows) -> float:
 
 
 def _with_interval(cell: dict[str, Any], name: str, form: str) -> str:
-    low, high = cell[f"{name}_interval"]
-    return f"{cell[name]:{form}} [{low:{form}}, {high:{form}}]"
+    return shown(cell[name], cell[f"{name}_interval"], form)
