@@ -146,6 +146,16 @@ def by_shape(result: dict[str, Any]) -> dict[Shape, list[Row]]:
     return shapes
 
 
+def turned(result: dict[str, Any], pattern: str) -> list[tuple[Shape, Row]]:
+    """Rows of the absorbed form with rotation and this pattern of distances, each with its shape."""
+    return [
+        (shape, row)
+        for shape, rows in by_shape(result).items()
+        for row in rows
+        if _absorbed(row) and row["rotation"] and row["delta_pattern"] == pattern
+    ]
+
+
 def floor(shape: Shape, ceilings: dict[str, float]) -> float:
     """Microseconds below which no kernel of the absorbed form gets at these ceilings."""
     return max(_floors(shape, ceilings))
@@ -167,9 +177,8 @@ def finding(result: dict[str, Any]) -> str:
     shares = {
         pattern: [
             100 * floor(shape, result["ceilings"]) / row["microseconds"]
-            for shape, rows in by_shape(result).items()
-            for row in rows
-            if shape[1] * shape[2] > 1 and _absorbed(row) and row["rotation"] and row["delta_pattern"] == pattern
+            for shape, row in turned(result, pattern)
+            if shape[1] * shape[2] > 1
         ]
         for pattern in ("every_8_pages", "every_page")
     }
@@ -197,9 +206,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for pattern, fill, label in (("every_8_pages", "full", f"{heads} heads"), ("every_page", "none", "")):
             points = [
                 (_spec(shape).flops / _spec(shape).row_bytes, row["tflops"])
-                for shape, rows in by_shape(result).items()
-                for row in rows
-                if shape[0] == heads and _absorbed(row) and row["rotation"] and row["delta_pattern"] == pattern
+                for shape, row in turned(result, pattern)
+                if shape[0] == heads
             ]
             if points:
                 axes.plot(*zip(*points, strict=True), marker, color=color, fillstyle=fill, label=label or None)
