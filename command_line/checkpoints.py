@@ -1,7 +1,6 @@
 """``irminsul models``: which there are, what one needs, GQA checkpoints as MLA, and the check a cache depends on."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from irminsul.row_quantisation import ROW_DTYPES, bytes_per_token
 from models import checkpoint, convert, families, pretrained, smollm2
 from models.device_plan import device_plan
 from models.families import Family, Model
+from models.safetensors_reader import read_json
 
 PAGE_ROWS = 64
 CALIBRATION_COUNT, CALIBRATION_LENGTH = 8, 4096
@@ -29,12 +29,25 @@ def config_of(name: str) -> tuple[Family, Any]:
     Raises:
       InputError: if there is none, or its config is unsupported, with the reason.
     """
-    folder = next((path for path in (Path(name), pretrained.FOLDER / name) if (path / "config.json").is_file()), None)
-    if folder is None and name not in models.presets():
+    source = _source(name)
+    if source == name and name not in models.presets():
         known = ", ".join(sorted({*models.presets(), *pretrained.names()}))
         raise InputError(f"model={name!r} is no preset, no checkpoint and no folder with config.json; known: {known}")
     try:
-        return families.read_config(name if folder is None else json.loads((folder / "config.json").read_text()))
+        return families.read_config(source)
+    except (ValueError, OSError) as error:
+        raise InputError(f"model={name}: {error}") from error
+
+
+def _source(name: str) -> str | dict[str, Any]:
+    """The fields of a ``config.json``, if ``name`` is a folder with one or a checkpoint of the project; else itself.
+
+    Raises:
+      InputError: if the file cannot be read.
+    """
+    folder = next((path for path in (Path(name), pretrained.FOLDER / name) if (path / "config.json").is_file()), None)
+    try:
+        return name if folder is None else read_json(folder / "config.json")
     except (ValueError, OSError) as error:
         raise InputError(f"model={name}: {error}") from error
 
@@ -78,8 +91,7 @@ def mesh_plan(name: str, mesh: str, *, dtype: str, row_dtype: str, memory_gib: f
         raise InputError("row_dtype=int8: rows in eight bits have scales, which no mesh is planned with; use bfloat16")
     if memory_gib <= 0:
         raise InputError(f"mesh={mesh}: --memory_gib is missing, the memory of one device")
-    folder = next((path for path in (Path(name), pretrained.FOLDER / name) if (path / "config.json").is_file()), None)
-    source = name if folder is None else json.loads((folder / "config.json").read_text())
+    source = _source(name)
     try:
         axes = {axis: int(count) for axis, count in (part.split("=") for part in mesh.split(","))}
         plan = device_plan(source, axes, memory_bytes=int(memory_gib * 2**30), dtype=dtype, row_dtype=row_dtype)
