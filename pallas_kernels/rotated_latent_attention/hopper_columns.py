@@ -5,6 +5,10 @@ heads) and the accumulator is ``O^T = V^T P^T`` (latent width by heads), which 1
 each of the two warpgroups walks pages of its own, every second one, with a softmax of its own, and does not wait for
 the other before the end: then each takes half of the values of both. One page is in flight while another is computed,
 which hides memory.
+
+Memory is what limits, so rows nobody sees are not read where the copy unit can be told: it neither reads rows out of
+bounds nor leaves what they would fill as it was, so the copy of a part-full page begins ahead of the page or in it and
+brings zeros for the rest. Rows of the copy are then not those of the page: all is said in rows of the copy.
 """
 
 from functools import partial
@@ -23,14 +27,16 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     PAGE_ROWS,
     ROPE_WIDTH,
     Schedule,
-    right_angle,
 )
 from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
     TRANSFORMS,
+    Pairs,
     interpreted_product,
+    load_transposed,
     reduce_rows,
     store_transposed,
     tensor_core_product,
+    zero_rows,
 )
 
 MAX_HEADS = 32
@@ -58,7 +64,7 @@ def attend_tiles(
     splits, part = schedule.bounds.shape[1] - 1, width // PARTS
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
     kernel = plgpu.kernel(
-        partial(_body, scale=scale, rotate=rotate, interpret=interpret),
+        partial(_body, scale=scale, interleaved=interleaved, rotate=rotate, interpret=interpret),
         out_type=(
             jax.ShapeDtypeStruct((splits, tiles, heads, width), jnp.bfloat16 if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((splits, tiles, heads), jnp.float32),
@@ -86,16 +92,25 @@ def attend_tiles(
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    # In one array, so that XLA makes them in one go.
-    plain_and_turned = jnp.stack([q_rope, right_angle(q_rope, interleaved)], axis=1).swapaxes(2, 3)
     inputs = (getattr(schedule, name) for name in _FIELDS)
-    return kernel(*inputs, q_latent, q_rope, plain_and_turned, latent_pages, rope_pages, layer)
+    return kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
+
+
+def copy_start(begin: Int[Array, ""], end: Int[Array, ""]) -> Int[Array, ""]:
+    """The row, a multiple of 8, at which the copy of a page begins of which rows ``[begin, end)`` are wanted.
+
+    Beginning ahead of the page spares what is behind ``end``, beginning in it what is ahead of ``begin``; whichever is
+    more. Of a page of which nothing is wanted nothing is read.
+    """
+    end = jnp.where(end > begin, end, 0)
+    ahead, behind = lax.div(begin, 8) * 8, PAGE_ROWS - lax.div(end + 7, 8) * 8
+    return jnp.where(ahead > behind, ahead, -behind)
 
 
 def _body(
     request_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref, factors_ref,
-    q_latent_ref, q_rope_ref, q_turns_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
-    *, scale, rotate, interpret, query, query_rope, latent, rope, weights, scratch,
+    q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
+    *, scale, interleaved, rotate, interpret, query, query_rope, latent, rope, weights, scratch,
     found, query_loaded, latent_loaded, rope_loaded, exchanged,
 ):  # fmt: skip
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
@@ -106,62 +121,71 @@ def _body(
     product = interpreted_product if interpret else tensor_core_product
     parts = [pl.ds(index * part, part) for index in range(PARTS)]
 
-    def load_latent(pair):
-        page = page_ref[request, WARPGROUPS * pair + me]
-        for index, values in enumerate(parts):
-            barrier = latent_loaded.at[me * PARTS + index]
-            plgpu.copy_gmem_to_smem(latent_ref.at[layer, page, :, values], latent.at[me, index], barrier)
+    def entry_of(pair):
+        """The warpgroup's own of the pair: page, where its copy begins, rows of the copy that are seen, distance and
+        factors of rotation."""
+        entry = jnp.minimum(WARPGROUPS * pair + me, page_ref.shape[1] - 1)
+        begin, end, origin = begin_ref[request, entry], end_ref[request, entry], origin_ref[request, entry]
+        end = jnp.minimum(end, position + 1 - origin)
+        start = jnp.int32(0) if interpret else copy_start(begin, end)  # the interpreter has no out of bounds
+        halves = (factors_ref.at[request, entry, pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
+        factors = tuple(plgpu.load(half, layout=rows, optimized=False) for half in halves) if rotate else ()
+        return page_ref[request, entry], start, begin - start, end - start, delta_ref[request, entry], factors
 
-    def load_rope(pair):
-        page = page_ref[request, WARPGROUPS * pair + me]
-        plgpu.copy_gmem_to_smem(rope_ref.at[layer, page], rope.at[me], rope_loaded.at[me])
+    def load_latent(mine):
+        page, start, *_ = mine
+        for index, values in enumerate(parts):
+            source = latent_ref.at[layer, page, pl.ds(start, PAGE_ROWS), values]
+            plgpu.copy_gmem_to_smem(source, latent.at[me, index], latent_loaded.at[me * PARTS + index])
+
+    def load_rope(mine):
+        page, start, *_ = mine
+        source = rope_ref.at[layer, page, pl.ds(start, PAGE_ROWS)]
+        plgpu.copy_gmem_to_smem(source, rope.at[me], rope_loaded.at[me])
+
+    earliest = entry_of(first)
 
     @pl.when(first < stop)
     def _start():
-        if not rotate:
-            plgpu.copy_gmem_to_smem(q_rope_ref.at[tile], query_rope.at[me], rope_loaded.at[me])
-            plgpu.barrier_wait(rope_loaded.at[me])
-        load_rope(first)
-        load_latent(first)
+        load_rope(earliest)
+        load_latent(earliest)
         pl.when(me == 0)(lambda: plgpu.copy_gmem_to_smem(q_latent_ref.at[tile], query, query_loaded))
-        plgpu.barrier_wait(query_loaded)
 
-    def turn_query(entry):
-        """The query as the keys of ``entry`` see it, into the own shared tile."""
-        queries = (q_turns_ref.at[tile, index] for index in range(2))
-        loaded = (plgpu.load(query, layout=plgpu.Layout.WGMMA, optimized=False) for query in queries)
-        plain, turned = (values.astype(jnp.float32) for values in loaded)
-        halves = (factors_ref.at[request, entry, pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
-        factors = (plgpu.load(half, layout=rows, optimized=False) for half in halves)
-        cos, sin = (lax.broadcast_in_dim(factor, plain.shape, [0]) for factor in factors)
-        query_rope.at[me].transpose((1, 0))[...] = (plain * cos - turned * sin).astype(jnp.bfloat16)
+    plain = load_transposed(q_rope_ref.at[tile], interpret)
+    pairs: Pairs = "interleaved" if interleaved else "halves"
+    turned = load_transposed(q_rope_ref.at[tile], interpret, pairs) if rotate else None
+
+    def turn_query(factors):
+        """The query as the keys of an entry see it, into the own shared tile."""
+        seen = plain
+        if turned is not None:
+            cos, sin = (lax.broadcast_in_dim(factor, plain.shape, [0]) for factor in factors)
+            seen = (plain.astype(jnp.float32) * cos - turned.astype(jnp.float32) * sin).astype(jnp.bfloat16)
+        query_rope.at[me].transpose((1, 0))[...] = seen
         plgpu.commit_smem()
 
-    def clear_unseen(begin, end):
-        """Zeroes rows nobody sees: a weight of 0 does not silence a NaN."""
+    pl.when(first < stop)(lambda: plgpu.barrier_wait(query_loaded))
 
-        @pl.when((begin > 0) | (end < PAGE_ROWS))
+    def clear_unseen(start, begin, end):
+        """Zeroes copied rows nobody sees: a weight of 0 does not silence a NaN."""
+        copied = jnp.maximum(-start, 0), jnp.minimum(PAGE_ROWS - start, PAGE_ROWS)
+
+        @pl.when((begin > copied[0]) | (end < copied[1]))
         def _clear():
             for index in range(PARTS):
-                for chunk in range(0, part, 64):
-                    piece = latent.at[me, index, :, pl.ds(chunk, 64)]
-                    values = plgpu.load(piece, layout=plgpu.Layout.WGMMA)
-                    row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
-                    piece[...] = jnp.where((row >= begin) & (row < end), values, jnp.zeros_like(values))
+                zero_rows(latent.at[me, index], begin, end, interpret, copied)
 
     def one_page(pair, state):
-        out, maximum, total, previous = state
-        entry = WARPGROUPS * pair + me
-        begin, origin, now = begin_ref[request, entry], origin_ref[request, entry], delta_ref[request, entry]
-        end = jnp.minimum(end_ref[request, entry], position + 1 - origin)
-        if rotate:
-            pl.when((pair == first) | (now != previous))(lambda: turn_query(entry))
+        out, maximum, total, previous, mine = state
+        _, start, begin, end, now, factors = mine
+        following = entry_of(pair + 1)
+        pl.when((pair == first) | (rotate and now != previous))(lambda: turn_query(factors))
         keys = [(rope.at[me], query_rope.at[me].transpose((1, 0)), rope_loaded.at[me])]
         for index, values in enumerate(parts):
             loaded = latent_loaded.at[me * PARTS + index]
             keys.append((latent.at[me, index], query.at[:, values].transpose((1, 0)), loaded))
         score = product(keys)
-        pl.when(pair + 1 < stop)(lambda: load_rope(pair + 1))
+        pl.when(pair + 1 < stop)(lambda: load_rope(following))
 
         row = plgpu.broadcasted_iota(jnp.int32, score.shape, 0, layout=plgpu.Layout.WGMMA)
         score = jnp.where((row >= begin) & (row < end), score * (scale * LOG2E), MASKED)
@@ -170,7 +194,7 @@ def _body(
         rescale = jnp.exp2(maximum - new)
         total = total * lax.broadcast_in_dim(rescale, total.shape, [1]) + weight
         weights.at[me].transpose((1, 0))[...] = weight.astype(jnp.bfloat16)
-        clear_unseen(begin, end)
+        clear_unseen(start, begin, end)
         plgpu.commit_smem()
 
         spread = lax.broadcast_in_dim(rescale, out[0].shape, [1])
@@ -179,8 +203,8 @@ def _body(
             product([(latent.at[me, index].transpose((1, 0)), factor, None)], old * spread)
             for index, old in enumerate(out)
         )
-        pl.when(pair + 1 < stop)(lambda: load_latent(pair + 1))
-        return out, new, total, now
+        pl.when(pair + 1 < stop)(lambda: load_latent(following))
+        return out, new, total, now, following
 
     start = (
         tuple(plgpu.layout_cast(jnp.zeros((part, heads), jnp.float32), plgpu.Layout.WGMMA) for _ in parts),
@@ -188,8 +212,9 @@ def _body(
         # Summed over rows at the end only.
         plgpu.layout_cast(jnp.zeros((PAGE_ROWS, heads), jnp.float32), plgpu.Layout.WGMMA),
         jnp.int32(0),
+        earliest,
     )
-    out, maximum, total, _ = lax.fori_loop(first, stop, one_page, start)
+    out, maximum, total, *_ = lax.fori_loop(first, stop, one_page, start)
     total = reduce_rows("add", total, scratch.at[me], interpret)
 
     def in_pages(warpgroup, index):

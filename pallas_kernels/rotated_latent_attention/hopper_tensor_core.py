@@ -5,7 +5,7 @@ shared tiles but not those of the tensor core.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.experimental.pallas as pl
@@ -34,6 +34,8 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import PAGE_ROWS, r
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 # A factor pair of a product and the barrier to wait for before reading it, if any.
 Factors = list[tuple[Any, Any, Any]]
+# How rotary values pair up.
+Pairs = Literal["interleaved", "halves"]
 
 
 def _wait(barrier):
@@ -89,44 +91,49 @@ def interpreted_product_beside(factors: Factors, start: Any, beside: Callable[[]
     return interpreted_product(factors, start), *beside()
 
 
-def zero_rows(tile: Any, begin: Any, end: Any, interpret: bool) -> None:
-    """Zeroes the rows of a shared tile of a page outside ``[begin, end)``: a weight of 0 does not silence a NaN."""
-    low = jnp.clip(begin, 0, PAGE_ROWS)
-    high = jnp.clip(end, low, PAGE_ROWS)
+def zero_rows(tile: Any, begin: Any, end: Any, interpret: bool, copied: tuple[Any, Any] = (0, PAGE_ROWS)) -> None:
+    """Zeroes rows of a shared tile of a page outside ``[begin, end)``: a weight of 0 does not silence a NaN.
+
+    Rows outside ``copied`` hold zeros already.
+    """
+    low = jnp.clip(begin, *copied)
+    high = jnp.clip(end, low, copied[1])
     if interpret:
         values = tile[...]
         row = lax.broadcasted_iota(jnp.int32, values.shape, 0)
         tile[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
         return
     at_once = _ZEROED_BYTES // (2 * tile.shape[-1])
-    count = low + PAGE_ROWS - high
-    lax.fori_loop(0, lax.div(count + at_once - 1, at_once), lambda step, _: _zero_some(tile, low, high, step), None)
+    count = low - copied[0] + copied[1] - high
+    bounds = *copied, low, high
+    lax.fori_loop(0, lax.div(count + at_once - 1, at_once), lambda step, _: _zero_some(tile, *bounds, step), None)
 
 
 # 16 bytes a thread.
 _ZEROED_BYTES = 16 * mosaic.WARPGROUP_SIZE
 
 
-def _zero_some(tile, low, high, step):
-    """As many rows ahead of ``low`` and from ``high`` on as the threads zero at once, 8 values each.
+def _zero_some(tile, first, stop, low, high, step):
+    """As many rows of ``[first, low)`` and ``[high, stop)`` as the threads zero at once, 8 values each.
 
     Swizzling moves 8 values within their row only, so it does not matter which of them a thread takes.
     """
     width = tile.shape[-1]
     splat = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), splat, splat, splat))
-    def zero(_, tiled, low, high, step):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TRANSFORMS), *[splat] * 5))
+    def zero(_, tiled, *bounds):
         i32, bfloat16 = ir.IntegerType.get_signless(32), ir.BF16Type.get()
 
         def constant(value):
             return mosaic.c(value, i32)
 
-        low, high, step = (value.registers.item() for value in (low, high, step))
+        first, stop, low, high, step = (value.registers.item() for value in bounds)
         thread = arith.remui(mosaic.thread_idx(), constant(mosaic.WARPGROUP_SIZE))
         threads_a_row = constant(width // 8)
         rows = mosaic.WARPGROUP_SIZE * 8 // width
-        index = arith.addi(arith.muli(step, constant(rows)), arith.divui(thread, threads_a_row))
+        ahead = arith.addi(arith.muli(step, constant(rows)), arith.divui(thread, threads_a_row))
+        index = arith.addi(first, ahead)
         behind = arith.addi(high, arith.subi(index, low))
         row = arith.select(arith.cmpi(arith.CmpIPredicate.slt, index, low), index, behind)
         column = arith.muli(arith.remui(thread, threads_a_row), constant(8))
@@ -137,10 +144,10 @@ def _zero_some(tile, low, high, step):
             arith.remui(column, constant(64)),
         )
         zeros = vector.broadcast(ir.VectorType.get((8,), bfloat16), mosaic.c(0.0, bfloat16))
-        with mosaic.when(arith.cmpi(arith.CmpIPredicate.slt, row, constant(PAGE_ROWS))):
+        with mosaic.when(arith.cmpi(arith.CmpIPredicate.slt, row, stop)):
             vector.store(zeros, tiled, [arith.index_cast(ir.IndexType.get(), x) for x in place], alignment=16)
 
-    zero(tile, low, high, step)
+    zero(tile, *(jnp.asarray(bound, jnp.int32) for bound in (first, stop, low, high, step)))
 
 
 def reduce_rows(operation: str, x: Any, scratch: Any, interpret: bool) -> Any:
@@ -181,6 +188,35 @@ def turned_by_right_angle(x: Any, interleaved: bool, interpret: bool) -> Any:
         return fragmented_array.FragmentedArray(_registers=turned, _layout=values.layout, _is_signed=None)
 
     return turn(x)
+
+
+def load_transposed(source: Any, interpret: bool, turned: Pairs | None = None) -> Any:
+    """A matrix in memory as an accumulator, rows as columns; if ``turned``, such pairs of rows by a right angle."""
+    if interpret:
+        values = source[...]
+        return (values if turned is None else right_angle(values, turned == "interleaved")).T
+    columns, rows = source.shape
+    result = plgpu.ShapeDtypeStruct((rows, columns), source.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load(_, source):
+        index = ir.IndexType.get()
+        zero = mosaic.c(0.0, ir.BF16Type.get())
+        # What differs between the places of a pair.
+        bit = mosaic.c(1 if turned == "interleaved" else rows // 2, index)
+
+        def value(_, at):
+            row, column = at
+            if turned is None:
+                return memref.load(source, [column, row])
+            other = memref.load(source, [column, arith.xori(row, bit)])
+            first = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(row, bit), mosaic.c(0, index))
+            return arith.select(first, arith.negf(other), other)
+
+        empty = fragmented_array.FragmentedArray.splat(zero, (rows, columns), fragmented_array.WGMMA_LAYOUT)
+        return empty.foreach(value, create_array=True)
+
+    return load(source)
 
 
 def store_transposed(target: Any, values: Any, interpret: bool) -> None:

@@ -169,7 +169,7 @@ def test_the_race_detector_sees_missing_barriers(monkeypatch, capfd):
 @pytest.mark.parametrize(
     ("heads", "queries", "width", "options"),
     [
-        (8, 1, 512, {}),
+        (8, 1, 512, {"interleaved": False}),
         (16, 1, 512, {"splits": 4}),
         (32, 1, 256, {"rotate": False}),
         (16, 5, 512, {"splits": 4}),
