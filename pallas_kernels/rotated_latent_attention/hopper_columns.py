@@ -43,6 +43,8 @@ MAX_HEADS = 32
 WARPGROUPS = 2
 # Accumulators end at 256 rows or columns.
 PARTS = 2
+# Below every page and layer.
+LEAST = -(2**31)
 _FIELDS = ("request", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors")
 
 
@@ -83,6 +85,7 @@ def attend_tiles(
             # Of each warpgroup: maximum and sum of weights.
             "found": plgpu.SMEM((WARPGROUPS, 2, heads), jnp.float32),
             "query_loaded": plgpu.Barrier(num_arrivals=1),
+            "asked": plgpu.Barrier(num_arrivals=1),
             "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * PARTS),
             "rope_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
             "exchanged": plgpu.Barrier(num_arrivals=WARPGROUPS),
@@ -111,7 +114,7 @@ def _body(
     request_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref, factors_ref,
     q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
     *, scale, interleaved, rotate, interpret, query, query_rope, latent, rope, weights, scratch,
-    found, query_loaded, latent_loaded, rope_loaded, exchanged,
+    found, query_loaded, asked, latent_loaded, rope_loaded, exchanged,
 ):  # fmt: skip
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
     request, layer, position = request_ref[tile], layer_ref[0], last_ref[tile]
@@ -125,12 +128,13 @@ def _body(
         """The warpgroup's own of the pair: page, where its copy begins, rows of the copy that are seen, distance and
         factors of rotation."""
         entry = jnp.minimum(WARPGROUPS * pair + me, page_ref.shape[1] - 1)
-        begin, end, origin = begin_ref[request, entry], end_ref[request, entry], origin_ref[request, entry]
+        fields = (page_ref, begin_ref, end_ref, origin_ref, delta_ref)
+        page, begin, end, origin, distance = (field[request, entry] for field in fields)
         end = jnp.minimum(end, position + 1 - origin)
         start = jnp.int32(0) if interpret else copy_start(begin, end)  # the interpreter has no out of bounds
         halves = (factors_ref.at[request, entry, pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
         factors = tuple(plgpu.load(half, layout=rows, optimized=False) for half in halves) if rotate else ()
-        return page_ref[request, entry], start, begin - start, end - start, delta_ref[request, entry], factors
+        return page, start, begin - start, end - start, distance, factors
 
     def load_latent(mine):
         page, start, *_ = mine
@@ -143,17 +147,22 @@ def _body(
         source = rope_ref.at[layer, page, pl.ds(start, PAGE_ROWS)]
         plgpu.copy_gmem_to_smem(source, rope.at[me], rope_loaded.at[me])
 
-    earliest = entry_of(first)
-
-    @pl.when(first < stop)
-    def _start():
-        load_rope(earliest)
-        load_latent(earliest)
-        pl.when(me == 0)(lambda: plgpu.copy_gmem_to_smem(q_latent_ref.at[tile], query, query_loaded))
-
+    # What is asked for behind pages comes behind them, so what the first page needs besides goes ahead.
+    pl.when(me == 0)(lambda: plgpu.copy_gmem_to_smem(q_latent_ref.at[tile], query, query_loaded))
     plain = load_transposed(q_rope_ref.at[tile], interpret)
     pairs: Pairs = "interleaved" if interleaved else "halves"
     turned = load_transposed(q_rope_ref.at[tile], interpret, pairs) if rotate else None
+    earliest = entry_of(first)
+    # True of every page and layer: asked so that they are loaded beside the rest of the entry and not after it.
+    known = (earliest[0] > LEAST) & (layer > LEAST)
+
+    @pl.when((first < stop) & known)
+    def _start():
+        # The second page waits for the first to be asked for: one is computed while the other comes.
+        pl.when(me == 1)(lambda: plgpu.barrier_wait(asked))
+        load_rope(earliest)
+        load_latent(earliest)
+        pl.when(me == 0)(lambda: plgpu.barrier_arrive(asked))
 
     def turn_query(factors):
         """The query as the keys of an entry see it, into the own shared tile."""
@@ -164,7 +173,7 @@ def _body(
         query_rope.at[me].transpose((1, 0))[...] = seen
         plgpu.commit_smem()
 
-    pl.when(first < stop)(lambda: plgpu.barrier_wait(query_loaded))
+    plgpu.barrier_wait(query_loaded)
 
     def clear_unseen(start, begin, end):
         """Zeroes copied rows nobody sees: a weight of 0 does not silence a NaN."""
@@ -222,32 +231,32 @@ def _body(
         tiles = (latent.at[warpgroup, index, pl.ds(half * heads, heads)] for half in range(2))
         return [tile.transpose((1, 0)) for tile in tiles]
 
-    def finish(side):
-        """Hands the other part over, takes the own part of the other warpgroup and writes it."""
-        other = 1 - side
-        high, low = in_pages(side, other)
-        given = out[other].astype(jnp.bfloat16)
-        high[...] = given
-        low[...] = (out[other] - given.astype(jnp.float32)).astype(jnp.bfloat16)
-        for index, value in enumerate((maximum, total)):
-            found.at[side, index][...] = value
-        plgpu.barrier_arrive(exchanged)
-        plgpu.barrier_wait(exchanged)
-        theirs, their_total = (plgpu.load(found.at[other, i], layout=columns, optimized=False) for i in range(2))
-        new = jnp.maximum(maximum, theirs)
-        mine, its = jnp.exp2(maximum - new), jnp.exp2(theirs - new)
-        both = total * mine + their_total * its
-        seen = both != 0  # and not > 0: NaN is not "saw nothing"
-        safe = jnp.where(seen, both, 1.0)
-        kept = out[side] * lax.broadcast_in_dim(mine / safe, out[side].shape, [1])
-        share = lax.broadcast_in_dim(its / safe, kept.shape, [1])
-        for piece in in_pages(other, side):
-            kept = kept + plgpu.load(piece, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32) * share
-        target = out_ref.at[split, tile, :, parts[side]]
-        store_transposed(target, kept.astype(out_ref.dtype), interpret)
-        if side == 0:
-            lse = (new + jnp.log(safe) * LOG2E) * (1 / LOG2E)
-            lse_ref.at[split, tile][...] = jnp.where(seen, lse, -jnp.inf)
+    # Hands the other part over, takes the own part of the other warpgroup and writes it.
+    other = 1 - me
+    second = jnp.broadcast_to(me == 1, out[0].shape)
+    given, kept = jnp.where(second, out[0], out[1]), jnp.where(second, out[1], out[0])
+    high, low = in_pages(me, other)
+    rounded = given.astype(jnp.bfloat16)
+    high[...] = rounded
+    low[...] = (given - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+    for index, value in enumerate((maximum, total)):
+        found.at[me, index][...] = value
+    plgpu.barrier_arrive(exchanged)
+    plgpu.barrier_wait(exchanged)
+    theirs, their_total = (plgpu.load(found.at[other, i], layout=columns, optimized=False) for i in range(2))
+    new = jnp.maximum(maximum, theirs)
+    mine, its = jnp.exp2(maximum - new), jnp.exp2(theirs - new)
+    both = total * mine + their_total * its
+    seen = both != 0  # and not > 0: NaN is not "saw nothing"
+    safe = jnp.where(seen, both, 1.0)
+    kept = kept * lax.broadcast_in_dim(mine / safe, kept.shape, [1])
+    share = lax.broadcast_in_dim(its / safe, kept.shape, [1])
+    for piece in in_pages(other, me):
+        kept = kept + plgpu.load(piece, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32) * share
+    target = out_ref.at[split, tile, :, pl.ds(me * part, part)]
+    store_transposed(target, kept.astype(out_ref.dtype), interpret)
 
-    for side in range(WARPGROUPS):
-        pl.when(me == side)(partial(finish, side))
+    @pl.when(me == 0)
+    def _write_lse():
+        lse = (new + jnp.log(safe) * LOG2E) * (1 / LOG2E)
+        lse_ref.at[split, tile][...] = jnp.where(seen, lse, -jnp.inf)
