@@ -27,6 +27,7 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     PAGE_ROWS,
     ROPE_WIDTH,
     Schedule,
+    copy_start,
 )
 from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
     TRANSFORMS,
@@ -97,17 +98,6 @@ def attend_tiles(
     )
     inputs = (getattr(schedule, name) for name in _FIELDS)
     return kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
-
-
-def copy_start(begin: Int[Array, ""], end: Int[Array, ""]) -> Int[Array, ""]:
-    """The row, a multiple of 8, at which the copy of a page begins of which rows ``[begin, end)`` are wanted.
-
-    Beginning ahead of the page spares what is behind ``end``, beginning in it what is ahead of ``begin``; whichever is
-    more. Of a page of which nothing is wanted nothing is read.
-    """
-    end = jnp.where(end > begin, end, 0)
-    ahead, behind = lax.div(begin, 8) * 8, PAGE_ROWS - lax.div(end + 7, 8) * 8
-    return jnp.where(ahead > behind, ahead, -behind)
 
 
 def _body(

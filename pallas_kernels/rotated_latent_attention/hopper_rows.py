@@ -137,7 +137,7 @@ def attend_tiles(
 
 def _body(
     request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
-    factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
+    factors_ref, _records_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
     *, scale, interleaved, rotate, interpret, masses, options, query, query_rope, latent, rope, exchange, factors,
     query_loaded, factors_loaded, latent_loaded, rope_loaded, bounded, published, summed,
 ):  # fmt: skip

@@ -1,7 +1,7 @@
 """A page's softmax on Hopper, in as few instructions as it can be had; each step on the device and in the interpreter.
 
 A warpgroup that scores pages waits for nothing but these steps, four warps with nobody to hide their latencies, so
-every one counts: rows nobody sees are told by comparisons with constants, the scale is part of the exponent's
+every one counts: rows nobody sees are told by bits at constant places, the scale is part of the exponent's
 multiplication, sums stay within a thread until the end, and weights reach shared memory between two barriers.
 
 Scores are unscaled here. Of a row of scores, each of four neighbouring threads holds 16: pairs of columns, 8 apart.
@@ -34,22 +34,38 @@ def mask(score: Any, begin: Any, end: Any, interpret: bool) -> Any:
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.Layout.WG_SPLAT(()), ROWS), return_type=_SCORES)
     def masked(_, score, begin, end):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        lane = arith.remui(mosaic.thread_idx(), mosaic.c(4, i32))
-        column = arith.muli(lane, mosaic.c(2, i32))
-        low = arith.subi(begin.registers.item(), column)
-        high = [arith.subi(_element(register), column) for register in end.registers.flat]
+        from_begin = _bits_from(begin.registers.item())
+        # Of each row a bit for every column that the thread holds.
+        seen = [arith.andi(from_begin, _inverted(_bits_from(_element(register)))) for register in end.registers.flat]
         registers = np.empty_like(score.registers)
         for index, values in np.ndenumerate(score.registers):
             kept = []
             for place in range(2):
-                here = mosaic.c(8 * index[1] + place, i32)
-                behind = arith.cmpi(arith.CmpIPredicate.sle, low, here)
-                ahead = arith.cmpi(arith.CmpIPredicate.sgt, high[index[4]], here)
-                kept.append(arith.select(arith.andi(behind, ahead), _element(values, place), mosaic.c(MASKED, f32)))
+                bit = arith.andi(seen[index[4]], mosaic.c(1 << (2 * index[1] + place), i32))
+                shown = arith.cmpi(arith.CmpIPredicate.ne, bit, mosaic.c(0, i32))
+                kept.append(arith.select(shown, _element(values, place), mosaic.c(MASKED, f32)))
             registers[index] = vector.from_elements(values.type, kept)
         return _like(score, registers)
 
     return masked(score, begin, end)
+
+
+def _bits_from(limit: Any) -> Any:
+    """A bit for every column of the thread, set from column ``limit`` on."""
+    i32 = ir.IntegerType.get_signless(32)
+
+    def constant(value: int) -> Any:
+        return mosaic.c(value, i32)
+
+    lane = arith.remui(mosaic.thread_idx(), constant(4))
+    limit = arith.subi(limit, arith.muli(lane, constant(2)))
+    pairs, rest = arith.shrsi(limit, constant(3)), arith.minsi(arith.andi(limit, constant(7)), constant(2))
+    ahead = arith.addi(arith.muli(pairs, constant(2)), rest)
+    return arith.shli(constant(-1), arith.minsi(arith.maxsi(ahead, constant(0)), constant(PAGE_ROWS // 4)))
+
+
+def _inverted(bits: Any) -> Any:
+    return arith.xori(bits, mosaic.c(-1, bits.type))
 
 
 def weigh(score: Any, maximum: Any, total: Any, factor: float, interpret: bool) -> tuple[Any, Any, Any, Any]:

@@ -9,7 +9,8 @@ Each of the others owns half of the value columns. It rescales its accumulator, 
 asks for its half of the page three pages on. Rotary keys, two pages on, can be asked for no sooner than both have read
 the weights in their place and are wanted first, so latents wait for them: behind 64 KiB they would come too late. The
 tensor core prefers wide products to narrow ones, so values wait until the scores of the next page are nearly there and
-run beside its softmax. Rows of that page that nobody sees are zeroed meanwhile: its scores do not need it any more.
+run beside its softmax. Rows of that page that nobody sees are zeroed meanwhile, where they were copied at all: its
+scores do not need it any more.
 
 A query turns by factors copied in a page ahead, from values that load while the tensor core is given the other columns.
 """
@@ -26,9 +27,17 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     FLOOR,
     LOG2E,
+    ORIGIN,
+    PAGE,
     PAGE_ROWS,
     ROPE_WIDTH,
+    WORD,
     Schedule,
+    copied_from,
+    partly_seen,
+    seen_rows,
+    turns,
+    turns_behind,
 )
 from pallas_kernels.rotated_latent_attention.hopper_softmax import mask, publish, row_total, weigh
 from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
@@ -111,12 +120,14 @@ def attend_tiles(
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    return kernel(*jax.tree.leaves(schedule), q_latent, q_rope, latent_pages, rope_pages, layer)
+    tiled = schedule.request, schedule.position, schedule.first, schedule.last, schedule.bounds
+    tables = schedule.factors, schedule.records
+    return kernel(*tiled, *tables, q_latent, q_rope, latent_pages, rope_pages, layer)
 
 
 def _body(
-    request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
-    factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
+    request_ref, position_ref, first_ref, last_ref, bounds_ref, factors_ref, record_ref, q_latent_ref, q_rope_ref,
+    latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
     *, scale, interleaved, rotate, interpret, query, latent, rope, exchange, factors,
     query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, asked, summed,
 ):  # fmt: skip
@@ -137,8 +148,8 @@ def _body(
     def along(x, like):
         return lax.broadcast_in_dim(x, like.shape, [0])
 
-    def row_range(entry):
-        return begin_ref[request, entry], end_ref[request, entry], origin_ref[request, entry]
+    def fields(entry, *which):
+        return tuple(record_ref[request, entry, field] for field in which)
 
     def score_pages():
         earliest = first_ref[tile]
@@ -160,15 +171,8 @@ def _body(
             turned = wide * cos - turned_by_right_angle(wide, interleaved, interpret) * sin
             return turned.astype(jnp.bfloat16)
 
-        def distance(entry):
-            return delta_ref[request, jnp.clip(entry, start, stop - 1)]
-
-        def partly_seen(limits):
-            begin, end, origin = limits
-            return (begin > 0) | (end < PAGE_ROWS) | (earliest - origin < PAGE_ROWS - 1)
-
-        def masked(limits, score):
-            begin, end, origin = limits
+        def masked(word, origin, score):
+            begin, end, origin = seen_rows(word, origin, interpret)
             return mask(score, begin, jnp.minimum(end, position + (1 - origin)), interpret)
 
         for side in range(2):
@@ -184,23 +188,25 @@ def _body(
         ]
         plgpu.commit_smem()
         plgpu.barrier_arrive(query_taken)
-        turned = plain_query()
+        # Turned ahead of the first page.
+        nowhere = plgpu.layout_cast(jnp.zeros((TILE_ROWS, ROPE_WIDTH), jnp.bfloat16), plgpu.Layout.WGMMA)
+        turned = nowhere if rotate else plain_query()
 
         def one_page(entry, state):
-            maximum, total, turned, before, here = state
-            page, slot, limits = stage(entry), turn(entry), row_range(entry)
-            there = distance(entry + 1)
+            maximum, total, turned, word, origin = state
+            page, slot, turns_here = stage(entry), turn(entry), (entry == start) | turns(word)
             terms = [
                 (parts[side], latent.at[page, side, :, pl.ds(0, widths[side])], latent_loaded.at[2 * page + side])
                 for side in range(2)
             ]
             if rotate:
-                turned = lax.cond(before != here, lambda _: plain_query(), lambda turned: turned, turned)
+                turned = lax.cond(turns_here, lambda _: plain_query(), lambda turned: turned, turned)
             behind = (query, latent.at[page, 1, :, pl.ds(widths[1], SHARED)], None)
             score = start_scores([*terms, behind], interpret)
+            following = fields(entry + 1, WORD, ORIGIN)
             if rotate:
-                turned = lax.cond(before != here, turned_query, lambda turned: turned, turned)
-            partly = partly_seen(limits)
+                turned = lax.cond(turns_here, turned_query, lambda turned: turned, turned)
+            partly = partly_seen(word) | (earliest - origin < PAGE_ROWS - 1)
             score = finish_scores(
                 score,
                 (turned, rope.at[slot], rope_loaded.at[slot]),
@@ -209,23 +215,22 @@ def _body(
             )
             if rotate:
 
-                @pl.when(here != there)
+                @pl.when((entry + 1 < stop) & turns_behind(word))
                 def _next_factors():
                     plgpu.commit_smem()  # they are copied over those that were read
-                    load_factors(jnp.minimum(entry + 1, stop - 1))
+                    load_factors(entry + 1)
 
-            score = lax.cond(partly, partial(masked, limits), lambda score: score, score)
+            score = lax.cond(partly, partial(masked, word, origin), lambda score: score, score)
             weight, new, rescale, total = weigh(score, maximum, total, scale * LOG2E, interpret)
             publish(weight.astype(jnp.bfloat16), rope.at[slot], rescale, exchange.at[slot], interpret)
             plgpu.barrier_arrive(weighed.at[slot])
-            return new, total, turned, here, there
+            return new, total, turned, *following
 
         nothing = (
             plgpu.layout_cast(jnp.full(TILE_ROWS, FLOOR, jnp.float32), rows),
             plgpu.layout_cast(jnp.zeros(TILE_ROWS, jnp.float32), rows),
         )
-        here = distance(start)
-        maximum, total, *_ = lax.fori_loop(start, stop, one_page, (*nothing, turned, here + 1, here))
+        maximum, total, *_ = lax.fori_loop(start, stop, one_page, (*nothing, turned, *fields(start, WORD, ORIGIN)))
         total = row_total(total, interpret)
         seen = total != 0  # and not > 0: NaN is not "saw nothing"
         safe = jnp.where(seen, total, 1.0)
@@ -237,36 +242,40 @@ def _body(
     def add_values(side):
         last = last_ref[tile]
 
-        def page_at(entry):
-            return page_ref[request, jnp.minimum(entry, stop - 1)]
+        def copied_rows(word):
+            return pl.ds(copied_from(word, interpret), PAGE_ROWS)
 
-        def load(entry, id_):
+        def load(entry, id_, word):
             page = stage(entry)
-            source, barrier = latent_ref.at[layer, id_, :, sides[side]], latent_loaded.at[2 * page + side]
-            plgpu.copy_gmem_to_smem(source, latent.at[page, side], barrier)
+            source = latent_ref.at[layer, id_, copied_rows(word), sides[side]]
+            plgpu.copy_gmem_to_smem(source, latent.at[page, side], latent_loaded.at[2 * page + side])
 
-        def load_rope(entry, id_):
+        def load_rope(entry, id_, word):
             slot = turn(entry)
-            plgpu.copy_gmem_to_smem(rope_ref.at[layer, id_], rope.at[slot], rope_loaded.at[slot])
+            source = rope_ref.at[layer, id_, copied_rows(word)]
+            plgpu.copy_gmem_to_smem(source, rope.at[slot], rope_loaded.at[slot])
 
         def clear_unseen(entry):
             """Of a page that has been scored the rows that no query of the tile sees; some may not be written yet."""
-            page, (begin, end, origin) = stage(entry), row_range(entry)
+            page, (word, origin) = stage(entry), fields(entry, WORD, ORIGIN)
+            begin, end, origin = seen_rows(word, origin, interpret)
             end = jnp.minimum(end, last + 1 - origin)
+            above = -copied_from(word, interpret)
+            low, high = jnp.maximum(above, 0), jnp.minimum(PAGE_ROWS + above, PAGE_ROWS)
             plgpu.barrier_wait(latent_loaded.at[2 * page + side])
 
-            @pl.when((begin > 0) | (end < PAGE_ROWS))
+            @pl.when((begin > low) | (end < high))
             def _clear():
-                zero_rows(latent.at[page, side], begin, end, interpret)
+                zero_rows(latent.at[page, side], begin, end, interpret, (low, high))
                 plgpu.commit_smem()
 
         for ahead in range(STAGES):
             if ahead == 1:
                 plgpu.barrier_wait(query_taken)  # it came in where the last of these pages goes
-            entry = start + ahead
+            entry, numbers = start + ahead, fields(start + ahead, PAGE, WORD)
             if side == 1 and ahead < TURNS:
-                pl.when(entry < stop)(partial(load_rope, entry, page_at(entry)))
-            pl.when(entry < stop)(partial(load, entry, page_at(entry)))
+                pl.when(entry < stop)(partial(load_rope, entry, *numbers))
+            pl.when(entry < stop)(partial(load, entry, *numbers))
 
         @pl.when(start < stop)
         def _first_clear():
@@ -275,7 +284,7 @@ def _body(
 
         def one_page(entry, out):
             page, slot = stage(entry), turn(entry)
-            next_rope, next_latent = (page_at(entry + ahead) for ahead in (TURNS, STAGES))
+            next_rope, next_latent = (fields(entry + ahead, PAGE, WORD) for ahead in (TURNS, STAGES))
             plgpu.barrier_wait(weighed.at[slot])
             rescale = plgpu.load(exchange.at[slot], layout=rows, optimized=False)
             scaled = rescaled(out, rescale, interpret)
@@ -292,9 +301,9 @@ def _body(
                 plgpu.barrier_wait(asked.at[slot])
             else:
                 plgpu.barrier_wait(released.at[slot])
-                pl.when(entry + TURNS < stop)(lambda: load_rope(entry + TURNS, next_rope))
+                pl.when(entry + TURNS < stop)(lambda: load_rope(entry + TURNS, *next_rope))
                 plgpu.barrier_arrive(asked.at[slot])
-            pl.when(entry + STAGES < stop)(lambda: load(entry + STAGES, next_latent))
+            pl.when(entry + STAGES < stop)(lambda: load(entry + STAGES, *next_latent))
             return out
 
         nothing = plgpu.layout_cast(jnp.zeros((TILE_ROWS, half), jnp.float32), plgpu.Layout.WGMMA)

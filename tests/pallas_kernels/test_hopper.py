@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.page_table import PageTable
-from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows, reference
+from pallas_kernels.rotated_latent_attention import api, hopper, hopper_rows, hopper_schedule, reference
 from pallas_kernels.rotated_latent_attention.hopper_merge import merge_splits
 from pallas_kernels.rotated_latent_attention.hopper_splits import MULTIPROCESSORS, tuned_splits
 from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, pack, split_pairs, tile_queries, unpack
@@ -89,6 +89,33 @@ def test_splits_share_the_visible_pairs(splits):
         assert (bounds[0], bounds[-1], len(bounds)) == (0, pairs, splits + 1)
         assert np.all(np.diff(bounds) <= -(-pairs // splits))
         assert np.all(np.diff(bounds) >= 0)
+
+
+def test_records_say_what_the_table_says():
+    """The same rows at the same positions in copies that begin anywhere, which read no eight rows too many."""
+    last, begin = (x.astype(np.int32).reshape(2, -1) for x in np.tril_indices(64))
+    begin, end = (np.pad(x, ((0, 0), (0, 1))) for x in (begin, last + 1))  # every range, and padding
+    used = begin < end
+    page, origin, delta = (np.where(used, x, 0) for x in (7 + begin, 3 * end - 90, (begin + end) // 9))
+    records = jax.jit(hopper_schedule.entry_records)(*map(jnp.asarray, (page, begin, end, origin, delta)))
+    assert records.shape == (2, begin.shape[1] + hopper_schedule.SPARE_RECORDS, 4)
+    page_id, word, first = jnp.moveaxis(records[:, : begin.shape[1], :3], -1, 0)
+    start = hopper_schedule.copied_from(word, whole=False)
+    low, high, row_zero = hopper_schedule.seen_rows(word, first, whole=False)
+    assert np.all(start % 8 == 0)
+    assert np.all((low >= 0) & (high <= 64))
+    assert np.array_equal(page_id, page)
+    assert np.array_equal((low + start)[used], begin[used])
+    assert np.array_equal((high + start)[used], end[used])
+    assert np.array_equal(row_zero - start, origin)
+    read = np.minimum(start + 64, 64) - np.maximum(start, 0)
+    assert np.all(read <= 7 + np.minimum(end, 64 - begin) * used)
+    assert not np.any(read[~used])
+    assert np.array_equal(hopper_schedule.seen_rows(word, first, whole=True), (begin, end, origin))
+    assert np.array_equal(hopper_schedule.partly_seen(word), (begin > 0) | (end < 64))
+    turns = np.diff(delta, axis=1) != 0
+    assert np.array_equal(hopper_schedule.turns(word)[:, 1:], turns)
+    assert np.array_equal(hopper_schedule.turns_behind(word)[:, :-1], turns)
 
 
 def test_merge_is_one_softmax(capfd):

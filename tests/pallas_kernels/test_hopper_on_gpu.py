@@ -112,19 +112,20 @@ def test_queries_that_see_nothing_of_the_first_page_of_their_table():
         assert_close(lse, total, **TestHopper.log_sum_exp_tolerance)
 
 
-@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), (3, 1), (8, 1), (3, 9)])
 @pytest.mark.parametrize("hidden", [0, 3, 11])
-def test_of_a_page_only_the_rows_that_are_seen_matter(heads, hidden):
-    """Ranges of every kind, a page and a query each that misses the last ``hidden`` rows; NaN where none looks."""
+def test_of_a_page_only_the_rows_that_are_seen_matter(heads, tokens, hidden):
+    """Ranges of every kind, a page each; the last of its queries misses ``hidden`` rows; NaN where none looks."""
     ranges = [(b, e) for b in (0, 1, 8, 9, 40, 63) for e in (1, 8, 33, 56, 57, 64) if b + hidden < e]
-    shape = {"rows": (64,) * len(ranges), "queries": (1,) * len(ranges), "num_pages": len(ranges) + 3}
+    shape = {"rows": (64,) * len(ranges), "queries": (tokens,) * len(ranges), "num_pages": len(ranges) + 3}
     problem = problem_on_gpu(17, heads=heads, full_pages=True, **shape)
     entries = []
     for ((page, _, _, target, base),), (begin, end) in zip(problem.entries, ranges, strict=True):
         entries.append(((page, begin, end, target, base),))
         unseen = np.delete(np.arange(64), np.arange(begin, end - hidden))
         problem.latent_pages[:, page, unseen] = problem.rope_pages[:, page, unseen] = np.nan
-    position = np.array([end - begin - 1 - hidden for begin, end in ranges], np.int32)
+    latest = np.array([end - begin - 1 - hidden for begin, end in ranges], np.int32)
+    position = (latest[:, None] - np.arange(tokens)[::-1]).reshape(-1)
     problem = replace(problem, entries=tuple(entries), query_position=position)
     expected, total = oracle(problem)
     out, lse = attend(problem, splits=1)
