@@ -132,12 +132,20 @@ def _body(
     query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, asked, summed,
 ):  # fmt: skip
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
+    half = latent.shape[-1]
+    sides = [pl.ds(side * half, half) for side in range(2)]
+
+    @pl.when(me == SCORER)
+    def _ask_for_query():
+        """Ahead of everything that global memory has to be waited for first."""
+        for side in range(2):
+            plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, sides[side]], latent.at[STAGES - 1, side], query_loaded)
+        plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, pl.ds(2 * half - SHARED, SHARED)], query, query_loaded)
+
     request, layer = request_ref[tile], layer_ref[0]
     start, stop = 2 * bounds_ref[tile, split], 2 * bounds_ref[tile, split + 1]
-    half = latent.shape[-1]
     product = interpreted_product_beside if interpret else tensor_core_product_beside
     rows, columns = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-    sides = [pl.ds(side * half, half) for side in range(2)]
 
     def stage(entry):
         return lax.rem(entry - start, STAGES)
@@ -175,9 +183,6 @@ def _body(
             begin, end, origin = seen_rows(word, origin, interpret)
             return mask(score, begin, jnp.minimum(end, position + (1 - origin)), interpret)
 
-        for side in range(2):
-            plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, sides[side]], latent.at[STAGES - 1, side], query_loaded)
-        plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, pl.ds(2 * half - SHARED, SHARED)], query, query_loaded)
         if rotate:
             pl.when(start < stop)(lambda: load_factors(start))
         plgpu.barrier_wait(query_loaded)
@@ -240,14 +245,14 @@ def _body(
         lse_ref.at[split, tile][...] = jnp.where(seen, lse, -jnp.inf)
 
     def add_values(side):
-        last = last_ref[tile]
+        last, mine = last_ref[tile], pl.ds(side * half, half)
 
         def copied_rows(word):
             return pl.ds(copied_from(word, interpret), PAGE_ROWS)
 
         def load(entry, id_, word):
             page = stage(entry)
-            source = latent_ref.at[layer, id_, copied_rows(word), sides[side]]
+            source = latent_ref.at[layer, id_, copied_rows(word), mine]
             plgpu.copy_gmem_to_smem(source, latent.at[page, side], latent_loaded.at[2 * page + side])
 
         def load_rope(entry, id_, word):
@@ -273,8 +278,8 @@ def _body(
             if ahead == 1:
                 plgpu.barrier_wait(query_taken)  # it came in where the last of these pages goes
             entry, numbers = start + ahead, fields(start + ahead, PAGE, WORD)
-            if side == 1 and ahead < TURNS:
-                pl.when(entry < stop)(partial(load_rope, entry, *numbers))
+            if ahead < TURNS:
+                pl.when((entry < stop) & (side == 1))(partial(load_rope, entry, *numbers))
             pl.when(entry < stop)(partial(load, entry, *numbers))
 
         @pl.when(start < stop)
@@ -296,13 +301,18 @@ def _body(
 
             (out,) = product([(rope.at[slot], latent.at[page, side], None)], scaled, clear_next, ())
             wait_for_own_warps(interpret)
-            if side == 0:
+
+            @pl.when(side == 0)
+            def _after_the_other():
                 plgpu.barrier_arrive(released.at[slot])
                 plgpu.barrier_wait(asked.at[slot])
-            else:
+
+            @pl.when(side == 1)
+            def _rotary_keys_first():
                 plgpu.barrier_wait(released.at[slot])
                 pl.when(entry + TURNS < stop)(lambda: load_rope(entry + TURNS, *next_rope))
                 plgpu.barrier_arrive(asked.at[slot])
+
             pl.when(entry + STAGES < stop)(lambda: load(entry + STAGES, *next_latent))
             return out
 
@@ -311,7 +321,7 @@ def _body(
         plgpu.barrier_wait(summed)
         total = plgpu.load(exchange.at[TURNS], layout=rows, optimized=False)
         out = out / along(total, out)
-        target = out_ref.at[split, tile, :, sides[side]]
+        target = out_ref.at[split, tile, :, mine]
         if out_ref.dtype == jnp.float32:
             target[...] = out
         else:
@@ -327,5 +337,5 @@ def _body(
         role()
 
     pl.when(me == SCORER)(partial(run, score_pages, SCORING, "increase"))
-    for side in range(2):
-        pl.when(me == 1 + side)(partial(run, partial(add_values, side), ADDING, "decrease"))
+    # One program for both: code comes from memory at every launch, and twice as much of it takes longer.
+    pl.when(me != SCORER)(partial(run, partial(add_values, me - 1), ADDING, "decrease"))
