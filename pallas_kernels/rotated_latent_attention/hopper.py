@@ -242,7 +242,8 @@ def _untiled(tiles, out, lse, q_latent, interpret):
     """Of every token and head, splits merged: ``[M, H, C]`` and ``[M, H]``."""
     tokens, heads, _ = q_latent.shape
     if out.shape[0] > 1:
-        return hopper_merge.merge_splits(out, lse, tiles.place, heads=heads, dtype=q_latent.dtype, interpret=interpret)
+        place = None if tiles.in_order else tiles.place
+        return hopper_merge.merge_splits(out, lse, place, heads=heads, dtype=q_latent.dtype, interpret=interpret)
     return unpack(tiles, out[0], tokens, 0.0), unpack(tiles, lse[0][..., None], tokens, -jnp.inf)[..., 0]
 
 

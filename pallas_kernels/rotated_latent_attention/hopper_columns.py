@@ -4,7 +4,7 @@ A tile of 64 query rows would be three quarters padding for 16 heads. Here score
 heads) and the accumulator is ``O^T = V^T P^T`` (latent width by heads), which 128 threads hold with room to spare. So
 each of the two warpgroups walks pages of its own, every second one, with a softmax of its own, and does not wait for
 the other before the end: then each takes half of the values of both. One page is in flight while another is computed,
-which hides memory.
+which hides memory; each half of a page makes room for the next as soon as its values are added.
 
 Memory is what limits, so rows nobody sees are not read where the copy unit can be told: it neither reads rows out of
 bounds nor leaves what they would fill as it was, so the copy of a part-full page begins ahead of the page or in it and
@@ -66,6 +66,11 @@ def attend_tiles(
     tiles, heads, width = q_latent.shape
     splits, part = schedule.bounds.shape[1] - 1, width // PARTS
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
+    # At last warpgroups hand values over where their pages were; the race detector would take the two for one.
+    pages = (
+        tile((WARPGROUPS, PARTS, PAGE_ROWS, part)),
+        plgpu.SMEM((WARPGROUPS, PARTS * PAGE_ROWS * part // (2 * heads), heads), jnp.float32),
+    )
     kernel = plgpu.kernel(
         partial(_body, scale=scale, interleaved=interleaved, rotate=rotate, interpret=interpret),
         out_type=(
@@ -79,7 +84,7 @@ def attend_tiles(
         scratch_types={
             "query": tile((heads, width)),
             "query_rope": tile((WARPGROUPS, heads, ROPE_WIDTH)),
-            "latent": tile((WARPGROUPS, PARTS, PAGE_ROWS, part)),
+            "pages": pages if interpret else plgpu.RefUnion(*pages),
             "rope": tile((WARPGROUPS, PAGE_ROWS, ROPE_WIDTH)),
             "weights": tile((WARPGROUPS, heads, PAGE_ROWS)),
             "scratch": plgpu.SMEM((WARPGROUPS, 32 * heads), jnp.float32),
@@ -103,9 +108,10 @@ def attend_tiles(
 def _body(
     request_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref, factors_ref,
     q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
-    *, scale, interleaved, rotate, interpret, query, query_rope, latent, rope, weights, scratch,
+    *, scale, interleaved, rotate, interpret, query, query_rope, pages, rope, weights, scratch,
     found, query_loaded, asked, latent_loaded, rope_loaded, exchanged,
 ):  # fmt: skip
+    latent, handed_over = pages
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
     request, layer, position = request_ref[tile], layer_ref[0], last_ref[tile]
     first, stop = bounds_ref[tile, split], bounds_ref[tile, split + 1]
@@ -126,11 +132,10 @@ def _body(
         factors = tuple(plgpu.load(half, layout=rows, optimized=False) for half in halves) if rotate else ()
         return page, start, begin - start, end - start, distance, factors
 
-    def load_latent(mine):
+    def load_latent(mine, index):
         page, start, *_ = mine
-        for index, values in enumerate(parts):
-            source = latent_ref.at[layer, page, pl.ds(start, PAGE_ROWS), values]
-            plgpu.copy_gmem_to_smem(source, latent.at[me, index], latent_loaded.at[me * PARTS + index])
+        source = latent_ref.at[layer, page, pl.ds(start, PAGE_ROWS), parts[index]]
+        plgpu.copy_gmem_to_smem(source, latent.at[me, index], latent_loaded.at[me * PARTS + index])
 
     def load_rope(mine):
         page, start, *_ = mine
@@ -151,7 +156,8 @@ def _body(
         # The second page waits for the first to be asked for: one is computed while the other comes.
         pl.when(me == 1)(lambda: plgpu.barrier_wait(asked))
         load_rope(earliest)
-        load_latent(earliest)
+        for index in range(PARTS):
+            load_latent(earliest, index)
         pl.when(me == 0)(lambda: plgpu.barrier_arrive(asked))
 
     def turn_query(factors):
@@ -198,12 +204,11 @@ def _body(
 
         spread = lax.broadcast_in_dim(rescale, out[0].shape, [1])
         factor = weights.at[me].transpose((1, 0))
-        out = tuple(
-            product([(latent.at[me, index].transpose((1, 0)), factor, None)], old * spread)
-            for index, old in enumerate(out)
-        )
-        pl.when(pair + 1 < stop)(lambda: load_latent(following))
-        return out, new, total, now, following
+        added = []
+        for index, old in enumerate(out):
+            added.append(product([(latent.at[me, index].transpose((1, 0)), factor, None)], old * spread))
+            pl.when(pair + 1 < stop)(partial(load_latent, following, index))
+        return tuple(added), new, total, now, following
 
     start = (
         tuple(plgpu.layout_cast(jnp.zeros((part, heads), jnp.float32), plgpu.Layout.WGMMA) for _ in parts),
@@ -216,19 +221,11 @@ def _body(
     out, maximum, total, *_ = lax.fori_loop(first, stop, one_page, start)
     total = reduce_rows("add", total, scratch.at[me], interpret)
 
-    def in_pages(warpgroup, index):
-        """Where its pages were: room for one part of its values, transposed, each the sum of two of bfloat16."""
-        tiles = (latent.at[warpgroup, index, pl.ds(half * heads, heads)] for half in range(2))
-        return [tile.transpose((1, 0)) for tile in tiles]
-
     # Hands the other part over, takes the own part of the other warpgroup and writes it.
     other = 1 - me
     second = jnp.broadcast_to(me == 1, out[0].shape)
     given, kept = jnp.where(second, out[0], out[1]), jnp.where(second, out[1], out[0])
-    high, low = in_pages(me, other)
-    rounded = given.astype(jnp.bfloat16)
-    high[...] = rounded
-    low[...] = (given - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+    handed_over.at[me, pl.ds(0, part)][...] = given
     for index, value in enumerate((maximum, total)):
         found.at[me, index][...] = value
     plgpu.barrier_arrive(exchanged)
@@ -241,8 +238,8 @@ def _body(
     safe = jnp.where(seen, both, 1.0)
     kept = kept * lax.broadcast_in_dim(mine / safe, kept.shape, [1])
     share = lax.broadcast_in_dim(its / safe, kept.shape, [1])
-    for piece in in_pages(other, me):
-        kept = kept + plgpu.load(piece, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32) * share
+    taken = plgpu.load(handed_over.at[other, pl.ds(0, part)], layout=plgpu.Layout.WGMMA, optimized=False)
+    kept = kept + taken * share
     target = out_ref.at[split, tile, :, pl.ds(me * part, part)]
     store_transposed(target, kept.astype(out_ref.dtype), interpret)
 
