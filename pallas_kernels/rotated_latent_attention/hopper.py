@@ -215,27 +215,16 @@ def _attend_tiles(
     options=None,
 ):  # fmt: skip
     """Results of splits, in tiles: ``[P, W, Q, C]``, ``[P, W, Q]``, and masses if they are asked for."""
-    tiles, mass = planned.tiles, None
-    operands = (
-        planned.schedule,
-        pack(tiles, q_latent),
-        pack(tiles, q_rope),
-        latent_pages,
-        rope_pages,
-        layer.reshape(1),
-    )
+    tiles, schedule, (tokens, _, width) = planned.tiles, planned.schedule, q_latent.shape
+    pool = latent_pages, rope_pages, layer.reshape(1)
     settings = {"scale": scale, "interleaved": planned.interleaved, "rotate": rotate, "interpret": interpret}
+    if not planned.in_columns and options is None and not masses and width == hopper_stages.WIDTH and scale > 0:
+        return *hopper_stages.attend_tiles(tiles, schedule, q_latent, q_rope, *pool, **settings), None
+    queries = pack(tiles, q_latent), pack(tiles, q_rope)
     if planned.in_columns:
-        out, lse = hopper_columns.attend_tiles(*operands, **settings)
-    else:
-        requests, _ = planned.schedule.page.shape
-        tokens, _, width = q_latent.shape
-        if options is None and not masses and width == hopper_stages.WIDTH and scale > 0:
-            out, lse = hopper_stages.attend_tiles(*operands, **settings)
-        else:
-            options = options or (DECODE if tokens <= requests else EXTEND)
-            out, lse, mass = hopper_rows.attend_tiles(*operands, **settings, masses=masses, options=options)
-    return out, lse, mass
+        return *hopper_columns.attend_tiles(schedule, *queries, *pool, **settings), None
+    options = options or (DECODE if tokens <= schedule.page.shape[0] else EXTEND)
+    return hopper_rows.attend_tiles(schedule, *queries, *pool, **settings, masses=masses, options=options)
 
 
 def _untiled(tiles, out, lse, q_latent, interpret):

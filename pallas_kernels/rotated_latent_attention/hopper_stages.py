@@ -44,6 +44,7 @@ from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
     TRANSFORMS,
     finish_scores,
     interpreted_product_beside,
+    load_rows,
     rescaled,
     start_scores,
     tensor_core_product_beside,
@@ -51,7 +52,7 @@ from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
     wait_for_own_warps,
     zero_rows,
 )
-from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS
+from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS, Tiles
 
 # Pages in flight, as latents and as rotary keys.
 STAGES = 3
@@ -67,9 +68,10 @@ SCORING, ADDING = 184, 160
 
 
 def attend_tiles(
+    tiling: Tiles,
     schedule: Schedule,
-    q_latent: Float[Array, "W 64 C"],
-    q_rope: Float[Array, "W 64 R"],
+    q_latent: Float[Array, "M H C"],
+    q_rope: Float[Array, "M H R"],
     latent_pages: Float[Array, "L N G C"],
     rope_pages: Float[Array, "L N G R"],
     layer: Int[Array, " 1"],
@@ -81,12 +83,14 @@ def attend_tiles(
 ) -> tuple[Float[Array, "P W 64 C"], Float[Array, "P W 64"]]:
     """Per split: the output of every tile and its natural log-sum-exp; the output in float32 if there are several.
 
-    ``scale`` is positive.
+    Queries are read from where they stand: what rows of padding hold, nobody knows. ``scale`` is positive.
     """
-    tiles, _, width = q_latent.shape
+    queries = tuple(_rows(query, interpret) for query in (q_latent, q_rope))
+    tiles, width = schedule.request.shape[0], q_latent.shape[-1]
     splits, half = schedule.bounds.shape[1] - 1, width // 2
     tile = partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=TRANSFORMS)
     settings = {"scale": scale, "interleaved": interleaved, "rotate": rotate, "interpret": interpret}
+    settings["in_order"] = tiling.in_order
     kernel = plgpu.kernel(
         partial(_body, **settings),
         out_type=(
@@ -122,25 +126,35 @@ def attend_tiles(
     )
     tiled = schedule.request, schedule.position, schedule.first, schedule.last, schedule.bounds
     tables = schedule.factors, schedule.records
-    return kernel(*tiled, *tables, q_latent, q_rope, latent_pages, rope_pages, layer)
+    return kernel(tiling.row, *tiled, *tables, *queries, latent_pages, rope_pages, layer)
+
+
+def _rows(query, interpret):
+    """As a matrix, of at least a tile; the interpreter reads rows behind its end where a copy would find zeros."""
+    query = query.reshape(-1, query.shape[-1])
+    spare = TILE_ROWS if interpret else max(0, TILE_ROWS - query.shape[0])
+    return jnp.pad(query, ((0, spare), (0, 0))) if spare else query
 
 
 def _body(
-    request_ref, position_ref, first_ref, last_ref, bounds_ref, factors_ref, record_ref, q_latent_ref, q_rope_ref,
-    latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
-    *, scale, interleaved, rotate, interpret, query, latent, rope, exchange, factors,
+    row_ref, request_ref, position_ref, first_ref, last_ref, bounds_ref, factors_ref, record_ref, q_latent_ref,
+    q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref,
+    *, scale, interleaved, rotate, interpret, in_order, query, latent, rope, exchange, factors,
     query_loaded, query_taken, factors_loaded, latent_loaded, rope_loaded, scored, weighed, released, asked, summed,
 ):  # fmt: skip
     tile, split, me = lax.axis_index("tile"), lax.axis_index("split"), lax.axis_index("warpgroup")
     half = latent.shape[-1]
     sides = [pl.ds(side * half, half) for side in range(2)]
 
+    row = tile * TILE_ROWS if in_order else row_ref[tile]
+
     @pl.when(me == SCORER)
     def _ask_for_query():
         """Ahead of everything that global memory has to be waited for first."""
+        mine = pl.ds(row, TILE_ROWS)
         for side in range(2):
-            plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, sides[side]], latent.at[STAGES - 1, side], query_loaded)
-        plgpu.copy_gmem_to_smem(q_latent_ref.at[tile, :, pl.ds(2 * half - SHARED, SHARED)], query, query_loaded)
+            plgpu.copy_gmem_to_smem(q_latent_ref.at[mine, sides[side]], latent.at[STAGES - 1, side], query_loaded)
+        plgpu.copy_gmem_to_smem(q_latent_ref.at[mine, pl.ds(2 * half - SHARED, SHARED)], query, query_loaded)
 
     request, layer = request_ref[tile], layer_ref[0]
     start, stop = 2 * bounds_ref[tile, split], 2 * bounds_ref[tile, split + 1]
@@ -167,7 +181,7 @@ def _body(
             plgpu.copy_gmem_to_smem(factors_ref.at[request, entry], factors, factors_loaded)
 
         def plain_query():
-            return plgpu.load(q_rope_ref.at[tile], layout=plgpu.Layout.WGMMA, optimized=False)
+            return load_rows(q_rope_ref, row, interpret)
 
         def turned_query(plain):
             """The query as keys see it whose factors were loaded last."""

@@ -29,6 +29,7 @@ from pallas_kernels.compat import (
     wgmma_m64,
 )
 from pallas_kernels.rotated_latent_attention.hopper_schedule import PAGE_ROWS, right_angle
+from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS
 
 # Tiles as TMA writes them and the tensor core reads them: rows of 64 values, 16-byte columns exchanged within a row.
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
@@ -217,6 +218,37 @@ def load_transposed(source: Any, interpret: bool, turned: Pairs | None = None) -
         return empty.foreach(value, create_array=True)
 
     return load(source)
+
+
+def load_rows(source: Any, first: Any, interpret: bool) -> Any:
+    """Rows of a matrix in memory, a tile from ``first`` on, in registers; behind its end the last row, again and again."""
+    layout = plgpu.Layout.WGMMA
+    if interpret:
+        return plgpu.load(source.at[pl.ds(first, TILE_ROWS)], layout=layout)
+    shape = TILE_ROWS, source.shape[1]
+    result = plgpu.ShapeDtypeStruct(shape, source.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())), return_type=result)
+    def load(_, source, first):
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+
+        def constant(value):
+            return mosaic.c(value, i32)
+
+        tiled, (last, _) = fragmented_array.WGMMA_LAYOUT, source.type.shape
+        thread = arith.remui(mosaic.thread_idx(), constant(mosaic.WARPGROUP_SIZE))
+        warp, group = arith.divui(thread, constant(32)), arith.remui(arith.divui(thread, constant(4)), constant(8))
+        row = arith.addi(first.registers.item(), arith.addi(arith.muli(warp, constant(16)), group))
+        own = [arith.minsi(arith.addi(row, constant(8 * half)), constant(last - 1)) for half in range(2)]
+        column = arith.muli(arith.remui(thread, constant(4)), constant(2))
+        pair = ir.VectorType.get((2,), source.type.element_type)
+        registers = np.empty(tiled.registers_shape(shape), dtype=object)
+        for at in np.ndindex(registers.shape):
+            place = own[at[4]], arith.addi(column, constant(8 * at[1]))
+            registers[at] = vector.load(pair, source, [arith.index_cast(index, x) for x in place], alignment=4)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None)
+
+    return load(source, first)
 
 
 def store_transposed(target: Any, values: Any, interpret: bool) -> None:

@@ -21,11 +21,13 @@ TILE_ROWS = 64
 class Tiles:
     """Which token and which heads each tile holds: ``W`` tiles of ``K`` tokens; a token of -1 is padding.
 
-    ``first`` and ``last`` are the least and the greatest position of a tile's tokens, -1 if it has none. ``place`` says
-    where each token stands among the tokens of all tiles, -1 if nowhere.
+    A tile's tokens follow each other: ``row`` is that of ``[M * H]`` where it begins, any if it has none. ``first`` and
+    ``last`` are the least and the greatest position of its tokens, -1 if it has none. ``place`` says where each token
+    stands among the tokens of all tiles, -1 if nowhere.
     """
 
     token: Int[Array, "W K"]
+    row: Int[Array, " W"]
     request: Int[Array, " W"]
     position: Int[Array, "W Q"]
     first: Int[Array, " W"]
@@ -76,8 +78,10 @@ def tile_queries(
     position = jnp.where(token < 0, -1, query_position.at[token].get(mode="clip"))
     earliest = jnp.min(jnp.where(token < 0, jnp.iinfo(jnp.int32).max, position), axis=1)
     last = jnp.max(position, axis=1)
+    begin = heads * jnp.maximum(token[:, :1], 0) + rows * jnp.arange(groups)[None, :]
     return Tiles(
         token=jnp.repeat(token, groups, axis=0),
+        row=begin.reshape(-1),
         request=jnp.repeat(request, groups),
         position=jnp.repeat(jnp.repeat(position, rows // per_tile, axis=1), groups, axis=0),
         first=jnp.repeat(jnp.minimum(earliest, last), groups),

@@ -33,7 +33,9 @@ def test_every_query_row_stands_in_one_tile_of_its_request(heads, queries):
     packed = packed_tiles(tiles, marks)
     assert packed.shape[1:] == (TILE_ROWS, 1)
     assert np.array_equal(unpacked(tiles, packed, tokens, -1.0), marks)
-    for request, rows, places in zip(*map(np.asarray, (tiles.request, packed[..., 0], tiles.position)), strict=True):
+    fields = tiles.request, tiles.row, packed[..., 0], tiles.position
+    for request, begin, rows, places in zip(*map(np.asarray, fields), strict=True):
+        assert np.array_equal(rows[places >= 0], begin + np.flatnonzero(places >= 0))
         token = rows[places >= 0] // heads
         assert np.all((token >= offsets[request]) & (token < offsets[request + 1]))
         assert np.array_equal(token + 100, places[places >= 0])
