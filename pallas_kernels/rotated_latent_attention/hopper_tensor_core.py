@@ -221,7 +221,7 @@ def load_transposed(source: Any, interpret: bool, turned: Pairs | None = None) -
 
 
 def load_rows(source: Any, first: Any, interpret: bool) -> Any:
-    """Rows of a matrix in memory, a tile from ``first`` on, in registers; behind its end the last row, again and again."""
+    """Rows of a matrix in memory, a tile from ``first`` on, in registers; behind its end the last row repeats."""
     layout = plgpu.Layout.WGMMA
     if interpret:
         return plgpu.load(source.at[pl.ds(first, TILE_ROWS)], layout=layout)
