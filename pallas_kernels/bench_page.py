@@ -3,8 +3,9 @@
     python -m pallas_kernels.bench_page --directory=docs/benchmarks
 
 Reads ``rotated_latent_attention_h200.json``, ``rotated_latent_attention_peers_h200.json`` and, of
-``pallas_kernels.bench_rotation``, ``rotation_in_pairs_h200.json``, draws ``rotated_latent_attention_roofline.svg`` and
-replaces what stands between the two marks of ``rotated_latent_attention.md``; the rest of the page is written by hand.
+``pallas_kernels.bench_rotation``, ``rotation_in_pairs_h200.json`` and, where it is, of ``pallas_kernels.bench_peers``,
+``peers_beside_h200.json``, draws ``rotated_latent_attention_roofline.svg`` and replaces what stands between the two
+marks of ``rotated_latent_attention.md``; the rest of the page is written by hand.
 
 The floor of a shape is the larger of its bytes (each visible row once) over the copy rate and its operations over the
 sustained product rate, both of the same run. Peers were measured on another machine, so their times are scaled by the
@@ -34,14 +35,21 @@ def main(argv: list[str] | None = None) -> None:
         json.loads((directory / f"rotated_latent_attention{kind}_h200.json").read_text()) for kind in ("", "_peers")
     )
     pairs = json.loads((directory / "rotation_in_pairs_h200.json").read_text())
+    beside = directory / "peers_beside_h200.json"
+    tables = figures(result, peers, pairs, json.loads(beside.read_text()) if beside.exists() else None)
     page = directory / "rotated_latent_attention.md"
     before, rest = page.read_text().split(BEGIN)
     _, after = rest.split(END)
-    page.write_text("".join((before, BEGIN, "\n\n", figures(result, peers, pairs), "\n", END, after)))
+    page.write_text("".join((before, BEGIN, "\n\n", tables, "\n", END, after)))
     draw(result, directory / "rotated_latent_attention_roofline.svg")
 
 
-def figures(result: dict[str, Any], peers: dict[str, Any], pairs: dict[str, Any] | None = None) -> str:
+def figures(
+    result: dict[str, Any],
+    peers: dict[str, Any],
+    pairs: dict[str, Any] | None = None,
+    beside: dict[str, Any] | None = None,
+) -> str:
     """The tables, as Markdown."""
     ceilings = result["ceilings"]
     lines = [
@@ -68,6 +76,8 @@ def figures(result: dict[str, Any], peers: dict[str, Any], pairs: dict[str, Any]
     lines += ["", *expanded_table(result, peer_times)]
     if any(row["storage"] == "unrotated" for row in result["rows"]):
         lines += ["", *unrotated_table(result)]
+    if beside is not None:
+        lines += ["", *beside_table(beside)]
     return "\n".join(lines) + "\n"
 
 
@@ -100,6 +110,22 @@ def pairs_table(pairs: dict[str, Any]) -> list[str]:
             f"| {_name(shape)} | {times['every_8_pages_rotation']:.1f} | {times['every_8_pages_compiled_out']:.1f} "
             f"| {row['cost']:+.1%} | {least:+.1%} to {most:+.1%} | {row['cost_without_distances']:+.1%} |"
         )
+    return lines
+
+
+def beside_table(beside: dict[str, Any]) -> list[str]:
+    """The peer in the same process, calls in turns, by the host's clock and on the device; see ``bench_peers``."""
+    lines = [
+        f"| H, B, T, L (beside {beside['environment']['peer']}) | peer, us: host's clock, device | ours, full pages "
+        "| peer / ours, full pages | full pages, distances | part-full pages, distances |",
+        "|---|---|---|---|---|---|",
+    ]
+    for shape, (row,) in by_shape(beside).items():
+        clocks = [row["host_clock"], row["device"]]
+        cells = [", ".join(f"{clock['microseconds'][case]:.1f}" for clock in clocks) for case in ("peer", "none")]
+        for case in ("none", "full_every_8_pages", "every_8_pages"):
+            cells.append(", ".join(f"{clock['peer_over_ours'][case]:.2f}" for clock in clocks))
+        lines.append(f"| {_name(shape)} | {' | '.join(cells)} |")
     return lines
 
 

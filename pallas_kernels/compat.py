@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 
-def kernel_microseconds(compiled: jax.stages.Compiled, *args: Any) -> tuple[Any, dict[str, float]]:
+def kernel_microseconds(compiled: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, float]]:
     """Runs a compiled program and returns its results and how long its kernels ran on the device, summed by name.
 
     Times come from CUPTI, so neither launch latency nor gaps between kernels are part of them. The program runs once

@@ -86,8 +86,10 @@ def test_stored_figures_are_those_of_the_page():
         pytest.skip("no run is stored")
     peers = json.loads((DIRECTORY / "rotated_latent_attention_peers_h200.json").read_text())
     pairs = json.loads((DIRECTORY / "rotation_in_pairs_h200.json").read_text())
+    path = DIRECTORY / "peers_beside_h200.json"
+    beside = json.loads(path.read_text()) if path.exists() else None
     assert (
-        bench_page.figures(json.loads(stored.read_text()), peers, pairs)
+        bench_page.figures(json.loads(stored.read_text()), peers, pairs, beside)
         in (DIRECTORY / "rotated_latent_attention.md").read_text()
     )
 

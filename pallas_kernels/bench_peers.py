@@ -1,0 +1,200 @@
+"""Times FlashMLA beside latent attention in one process, calls of both in turns; writes one JSON file.
+
+    python -m pallas_kernels.bench_peers --out=docs/benchmarks/peers_beside_h200.json
+
+Needs a Hopper GPU, PyTorch and FlashMLA (https://github.com/deepseek-ai/FlashMLA), which are no dependencies of this
+package; JAX must leave them memory (``XLA_PYTHON_CLIENT_PREALLOCATE=false``). Both read the same rows from pools of one
+size, every call another layer, so that rows come from memory. The peer always reads full pages without distances; the
+kernels read the same table, the same pages with a distance every 8 pages, and part-full pages with distances.
+
+Every round times all cases, in the order opposite to the last; a ratio is taken within a round. Clocks:
+
+- ``host_clock``: programs of many calls until the device is done, gaps between kernels counted. Ours hold the loop
+  that chooses layers, about 2 us a call; the peer's are a recorded CUDA graph (``--one_by_one``: issued from Python).
+- ``device``: ours the sum of kernels (CUPTI) as in ``pallas_kernels.bench``; the peer's CUDA events around the calls,
+  for its kernels overlap by programmatic launch and a sum would count twice.
+- ``kernel``: the attention kernel of each alone (CUPTI), without merging of splits.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import bench
+from pallas_kernels.bench import PATTERNS, Operands, Task
+from pallas_kernels.bench_page import SHAPE
+from pallas_kernels.compat import kernel_microseconds
+from pallas_kernels.page_table import PageTable
+from pallas_kernels.rotated_latent_attention.arg_specs import DECODE, DISTANCE_STEP, ArgSpec, arguments
+
+MISSING = ""
+try:
+    import torch
+    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+except ImportError as error:
+    MISSING = str(error)
+
+ROUNDS, PEER, TOLERANCE = 9, "peer", 5e-3
+PROGRAMS = 3  # in flight at once for the host's clock
+Times = dict[str, dict[str, float]]  # microseconds a call, by clock and case
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Times the shapes, writes the file after each, and returns 0; 2 where the peer cannot be imported."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/peers_beside.json"))
+    parser.add_argument("--only", default="", help="shapes in this order, comma-separated: heads_batch_length")
+    parser.add_argument("--one_by_one", action="store_true", help="the peer's calls from Python, not as a CUDA graph")
+    options = parser.parse_args(argv)
+    if MISSING:
+        print(f"bench_peers needs PyTorch and FlashMLA, which cannot be imported here: {MISSING}", file=sys.stderr)
+        return 2
+    known = {f"{spec.heads}_{spec.requests}_{spec.kv_length}": spec for spec in DECODE}
+    names = options.only.split(",") if options.only else known
+    tasks = [Task(known[name], "absorbed", True, PATTERNS) for name in names]
+    with ThreadPoolExecutor(bench.COMPILING_THREADS) as pool:
+        programs = list(pool.map(bench.compiled, tasks))
+    about = bench.environment() | {
+        "timer": "see pallas_kernels.bench_peers",
+        "peer": f"flash_mla {importlib.metadata.version('flash_mla')}",
+        "peer_calls": "one by one" if options.one_by_one else "CUDA graph",
+        "torch": torch.__version__,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for task, program in zip(tasks, programs, strict=True):
+        rows.append(timed_row(task, program, options.one_by_one))
+        print(json.dumps(rows[-1]), flush=True)
+        options.out.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
+        torch.cuda.empty_cache()
+    return 0
+
+
+def timed_row(task: Task, program: jax.stages.Compiled, one_by_one: bool) -> dict[str, Any]:
+    """One shape: both results compared, then all cases timed.
+
+    Raises:
+      ValueError: if the peer's output is not that of the kernels; times of something else are not worth having.
+    """
+    operands, tables = bench.operands_of(task), tables_of(task)
+    runs: dict[str, Callable[[], Any]] = {c: partial(program, operands | {"page_table": tables[c]}) for c in tables}
+    runs[PEER] = peer_of(task, operands, tables["none"], one_by_one)
+    expected = np.asarray(runs["none"]()[0], np.float32)
+    actual = runs[PEER]()[:, 0].float().cpu().numpy()
+    difference = float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+    if not difference <= TOLERANCE:
+        raise ValueError(f"{task.spec.name}: outputs of the peer and of the kernels differ by {difference:.3g}")
+    return row_of(task.spec, list(timed_rounds(task, runs))) | {"difference": float(f"{difference:.3g}")}
+
+
+def tables_of(task: Task) -> dict[str, PageTable]:
+    """Part-full pages with distances, full pages with as many distances, and full pages without, as the peer reads."""
+    ragged, plain = (
+        arguments(replace(task.spec, delta_pattern=pattern), layers=1, capacity=task.capacity)["page_table"]
+        for pattern in PATTERNS[:2]
+    )
+    distances = 1 + DISTANCE_STEP * (jnp.arange(plain.page_id.shape[1], dtype=jnp.int32) // 8)[None]
+    full = plain.replace(base_position=plain.target_position + distances)
+    return {"every_8_pages": ragged, "full_every_8_pages": full, "none": plain}
+
+
+def peer_of(task: Task, operands: Operands, table: PageTable, one_by_one: bool) -> Callable[[], Any]:
+    """What issues the calls of a program on the same rows and pages and returns the last output ``[B, 1, H, C]``."""
+    spec = task.spec
+    tensors = {name: torch.from_dlpack(operands[name]) for name in ("latent_pages", "rope_pages", "q_latent", "q_rope")}
+    rows = torch.cat([tensors["latent_pages"], tensors["rope_pages"]], -1)[..., None, :]
+    query = torch.cat([tensors["q_latent"], tensors["q_rope"]], -1)[:, None]
+    pages = torch.from_dlpack(table.page_id)[:, : spec.kv_length // spec.page_size].contiguous()
+    lengths = torch.full((spec.requests,), spec.kv_length, dtype=torch.int32, device=query.device)
+    scale = float((bench.KEY_WIDTH + spec.rope_width) ** -0.5)
+    plan, _ = get_mla_metadata()
+
+    def issue() -> Any:
+        for index in range(task.calls):
+            layer = rows[index % task.layers]
+            out, _ = flash_mla_with_kvcache(query, layer, pages, lengths, spec.latent_width, plan, softmax_scale=scale)
+        return out
+
+    issue()  # The first call makes the plan, which is left out here as it is for the kernels.
+    torch.cuda.synchronize()
+    if one_by_one:
+        return issue
+    graph = torch.cuda.CUDAGraph()
+    # Threads of JAX may ask for their own events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        out = issue()
+    return lambda: graph.replay() or out
+
+
+def timed_rounds(task: Task, runs: dict[str, Callable[[], Any]]) -> Iterator[Times]:
+    """Times of every case by every clock, round for round; the first round warms up and is left out."""
+    counting = bench.counting_microseconds(task)
+    for turn in range(ROUNDS + 1):
+        order = list(runs) if turn % 2 else list(runs)[::-1]
+        times: Times = {"host_clock": {}, "device": {}, "kernel": {}}
+        for case in order:
+            times["host_clock"][case] = host_microseconds(runs[case]) / task.calls
+        for case in order:
+            _, kernels = kernel_microseconds(lambda run=runs[case]: _done(run()))
+            total = event_microseconds(runs[case]) if case == PEER else sum(kernels.values()) - task.calls * counting
+            times["device"][case] = total / task.calls
+            times["kernel"][case] = max(kernels.values()) / task.calls
+        if turn:
+            yield times
+
+
+def host_microseconds(run: Callable[[], Any]) -> float:
+    """A program's time on the host's clock, with others behind it."""
+    _done(run())
+    start = time.perf_counter()
+    _done([run() for _ in range(PROGRAMS)])
+    return 1e6 * (time.perf_counter() - start) / PROGRAMS
+
+
+def event_microseconds(run: Callable[[], Any]) -> float:
+    """A program's time between two CUDA events."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()  # Still on the device when the others are issued, so that none waits for the host.
+    start.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end)
+
+
+def row_of(spec: ArgSpec, rounds: list[Times]) -> dict[str, Any]:
+    """By each clock: medians of microseconds, and of what the peer takes over each case in a round, with its range."""
+    shape = (spec.heads, spec.requests, spec.query_tokens, spec.kv_length)
+    row: dict[str, Any] = {**dict(zip(SHAPE, shape, strict=True)), "peer": "FlashMLA", "rounds": len(rounds)}
+    for clock, cases in rounds[0].items():
+        ratios = {case: [times[clock][PEER] / times[clock][case] for times in rounds] for case in cases if case != PEER}
+        row[clock] = {
+            "microseconds": {case: round(statistics.median(t[clock][case] for t in rounds), 2) for case in cases},
+            "peer_over_ours": {case: round(statistics.median(found), 4) for case, found in ratios.items()},
+            "range": {case: [round(min(found), 4), round(max(found), 4)] for case, found in ratios.items()},
+        }
+    return row
+
+
+def _done(result: Any) -> Any:
+    """Waits for both libraries' work, whoever issued it."""
+    jax.block_until_ready(result)
+    torch.cuda.synchronize()
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
