@@ -12,7 +12,8 @@ tensor core prefers wide products to narrow ones, so values wait until the score
 run beside its softmax. Rows of that page that nobody sees are zeroed meanwhile, where they were copied at all: its
 scores do not need it any more.
 
-A query turns by factors copied in a page ahead, from values that load while the tensor core is given the other columns.
+Where the next page has another distance, the plain query comes from far away while this one's softmax runs, and those
+who add values have copied factors by then: it turns while the tensor core is given the other columns.
 """
 
 from functools import partial
@@ -107,10 +108,10 @@ def attend_tiles(
             "rope": tile((TURNS, PAGE_ROWS, ROPE_WIDTH)),
             # What accumulators are rescaled by before a page's values, and at last the sum of weights.
             "exchange": plgpu.SMEM((TURNS + 1, TILE_ROWS), jnp.float32),
-            "factors": plgpu.SMEM((2 * ROPE_WIDTH,), jnp.float32),
+            "factors": plgpu.SMEM((TURNS, 2 * ROPE_WIDTH), jnp.float32),
             "query_loaded": plgpu.Barrier(num_arrivals=3),
             "query_taken": plgpu.Barrier(num_arrivals=1),
-            "factors_loaded": plgpu.Barrier(num_arrivals=1),
+            "factors_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "latent_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=2 * STAGES),
             "rope_loaded": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
             "scored": plgpu.Barrier(num_arrivals=1, num_barriers=TURNS),
@@ -177,16 +178,13 @@ def _body(
         earliest = first_ref[tile]
         position = plgpu.load(position_ref.at[tile], layout=rows, optimized=False)
 
-        def load_factors(entry):
-            plgpu.copy_gmem_to_smem(factors_ref.at[request, entry], factors, factors_loaded)
-
         def plain_query():
             return load_rows(q_rope_ref, row, interpret)
 
-        def turned_query(plain):
-            """The query as keys see it whose factors were loaded last."""
-            plgpu.barrier_wait(factors_loaded)
-            halves = (factors.at[pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
+        def turned_query(slot, plain):
+            """The query as keys of a page see it."""
+            plgpu.barrier_wait(factors_loaded.at[slot])
+            halves = (factors.at[slot, pl.ds(index * ROPE_WIDTH, ROPE_WIDTH)] for index in range(2))
             parts = (plgpu.load(part, layout=columns, optimized=False) for part in halves)
             cos, sin = (lax.broadcast_in_dim(part, plain.shape, [1]) for part in parts)
             wide = plain.astype(jnp.float32)
@@ -197,8 +195,6 @@ def _body(
             begin, end, origin = seen_rows(word, origin, interpret)
             return mask(score, begin, jnp.minimum(end, position + (1 - origin)), interpret)
 
-        if rotate:
-            pl.when(start < stop)(lambda: load_factors(start))
         plgpu.barrier_wait(query_loaded)
         widths = half, half - SHARED
         parts = [
@@ -207,9 +203,7 @@ def _body(
         ]
         plgpu.commit_smem()
         plgpu.barrier_arrive(query_taken)
-        # Turned ahead of the first page.
-        nowhere = plgpu.layout_cast(jnp.zeros((TILE_ROWS, ROPE_WIDTH), jnp.bfloat16), plgpu.Layout.WGMMA)
-        turned = nowhere if rotate else plain_query()
+        turned = plain_query()
 
         def one_page(entry, state):
             maximum, total, turned, word, origin = state
@@ -218,13 +212,11 @@ def _body(
                 (parts[side], latent.at[page, side, :, pl.ds(0, widths[side])], latent_loaded.at[2 * page + side])
                 for side in range(2)
             ]
-            if rotate:
-                turned = lax.cond(turns_here, lambda _: plain_query(), lambda turned: turned, turned)
             behind = (query, latent.at[page, 1, :, pl.ds(widths[1], SHARED)], None)
             score = start_scores([*terms, behind], interpret)
             following = fields(entry + 1, WORD, ORIGIN)
             if rotate:
-                turned = lax.cond(turns_here, turned_query, lambda turned: turned, turned)
+                turned = lax.cond(turns_here, partial(turned_query, slot), lambda turned: turned, turned)
             partly = partly_seen(word) | (earliest - origin < PAGE_ROWS - 1)
             score = finish_scores(
                 score,
@@ -233,12 +225,9 @@ def _body(
                 interpret,
             )
             if rotate:
-
-                @pl.when((entry + 1 < stop) & turns_behind(word))
-                def _next_factors():
-                    plgpu.commit_smem()  # they are copied over those that were read
-                    load_factors(entry + 1)
-
+                # A softmax and most of the next products before it is wanted: it comes from far away.
+                again = (entry + 1 < stop) & turns_behind(word)
+                turned = lax.cond(again, lambda _: plain_query(), lambda turned: turned, turned)
             score = lax.cond(partly, partial(masked, word, origin), lambda score: score, score)
             weight, new, rescale, total = weigh(score, maximum, total, scale * LOG2E, interpret)
             publish(weight.astype(jnp.bfloat16), rope.at[slot], rescale, exchange.at[slot], interpret)
@@ -288,6 +277,16 @@ def _body(
                 zero_rows(latent.at[page, side], begin, end, interpret, (low, high))
                 plgpu.commit_smem()
 
+        def load_factors(entry, needed):
+            """One side copies them, once those of two pages before were read."""
+            if rotate:
+
+                @pl.when((side == 0) & (entry < stop) & needed)
+                def _load():
+                    slot = turn(entry)
+                    plgpu.copy_gmem_to_smem(factors_ref.at[request, entry], factors.at[slot], factors_loaded.at[slot])
+
+        load_factors(start, needed=True)
         for ahead in range(STAGES):
             if ahead == 1:
                 plgpu.barrier_wait(query_taken)  # it came in where the last of these pages goes
@@ -299,6 +298,7 @@ def _body(
         @pl.when(start < stop)
         def _first_clear():
             plgpu.barrier_wait(scored.at[0])
+            load_factors(start + 1, turns(*fields(start + 1, WORD)))
             clear_unseen(start)
 
         def one_page(entry, out):
@@ -309,11 +309,12 @@ def _body(
             scaled = rescaled(out, rescale, interpret)
             pl.when(entry + 1 < stop)(lambda: plgpu.barrier_wait(scored.at[turn(entry + 1)]))
 
-            def clear_next():
+            def for_next_pages():
+                load_factors(entry + 2, turns(next_rope[1]))
                 pl.when(entry + 1 < stop)(lambda: clear_unseen(entry + 1))
                 return ()
 
-            (out,) = product([(rope.at[slot], latent.at[page, side], None)], scaled, clear_next, ())
+            (out,) = product([(rope.at[slot], latent.at[page, side], None)], scaled, for_next_pages, ())
             wait_for_own_warps(interpret)
 
             @pl.when(side == 0)
