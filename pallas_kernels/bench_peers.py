@@ -36,7 +36,7 @@ import numpy as np
 from pallas_kernels import bench
 from pallas_kernels.bench import PATTERNS, Operands, Task
 from pallas_kernels.bench_page import SHAPE
-from pallas_kernels.compat import kernel_microseconds
+from pallas_kernels.compat import launched_microseconds
 from pallas_kernels.page_table import PageTable
 from pallas_kernels.rotated_latent_attention.arg_specs import DECODE, DISTANCE_STEP, ArgSpec, arguments
 
@@ -148,19 +148,19 @@ def timed_rounds(task: Task, runs: dict[str, Callable[[], Any]], counting: float
         for case in order:
             times["host_clock"][case] = host_microseconds(runs[case]) / task.calls
         for case in order:
-            _, kernels = kernel_microseconds(lambda run=runs[case]: _done(run()))
+            kernels = launched_microseconds(partial(_done, runs[case]))
             total = event_microseconds(runs[case]) if case == PEER else sum(kernels.values()) - task.calls * counting
             times["device"][case] = total / task.calls
-            times["kernel"][case] = max(kernels.values()) / task.calls
+            times["kernel"][case] = max(kernels.values(), default=float("nan")) / task.calls
         if turn:
             yield times
 
 
 def host_microseconds(run: Callable[[], Any]) -> float:
     """A program's time on the host's clock, with others behind it."""
-    _done(run())
+    _done(run)
     start = time.perf_counter()
-    _done([run() for _ in range(PROGRAMS)])
+    _done(lambda: [run() for _ in range(PROGRAMS)])
     return 1e6 * (time.perf_counter() - start) / PROGRAMS
 
 
@@ -189,11 +189,10 @@ def row_of(spec: ArgSpec, rounds: list[Times]) -> dict[str, Any]:
     return row
 
 
-def _done(result: Any) -> Any:
-    """Waits for both libraries' work, whoever issued it."""
-    jax.block_until_ready(result)
+def _done(run: Callable[[], Any]) -> None:
+    """Runs, and waits for both libraries."""
+    jax.block_until_ready(run())
     torch.cuda.synchronize()
-    return result
 
 
 if __name__ == "__main__":

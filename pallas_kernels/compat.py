@@ -5,7 +5,7 @@ does where its interface is missing.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ __all__ = [
     "fragmented_array",
     "ir",
     "kernel_microseconds",
+    "launched_microseconds",
     "llvm",
     "mathematics",
     "memref",
@@ -35,7 +36,7 @@ __all__ = [
 ]
 
 
-def kernel_microseconds(compiled: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, float]]:
+def kernel_microseconds(compiled: jax.stages.Compiled, *args: Any) -> tuple[Any, dict[str, float]]:
     """Runs a compiled program and returns its results and how long its kernels ran on the device, summed by name.
 
     Times come from CUPTI, so neither launch latency nor gaps between kernels are part of them. The program runs once
@@ -44,10 +45,22 @@ def kernel_microseconds(compiled: Callable[..., Any], *args: Any) -> tuple[Any, 
     if jax.devices()[0].platform != "gpu":
         return compiled(*args), {}
     results, kernels = profiler.Cupti(finalize=False).measure(compiled, aggregate=False)(*args)
-    times: dict[str, float] = defaultdict(float)
-    for name, milliseconds in kernels or ():
-        times[name] += 1e3 * milliseconds
-    return results, dict(times)
+    return results, _microseconds_by_name(kernels or ())
+
+
+def launched_microseconds(run: Callable[[], Any]) -> dict[str, float]:
+    """How long the kernels ran that a function launches, through whatever library, and waits for; summed by name.
+
+    By the same timer as ``kernel_microseconds``, which takes programs of JAX alone. The function runs once before.
+    """
+    run()
+    extension = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    extension._cupti_init()
+    try:
+        run()
+    finally:
+        kernels = extension._cupti_get_timings(False)
+    return _microseconds_by_name(kernels)
 
 
 def mosaic_modules(function: Callable[..., Any], operands: dict[str, Any]) -> list[bytes]:
@@ -55,3 +68,10 @@ def mosaic_modules(function: Callable[..., Any], operands: dict[str, Any]) -> li
     known = set(core.KNOWN_KERNELS)
     jax.jit(function).trace(**operands).lower(lowering_platforms=("cuda",))
     return [module for name, module in core.KNOWN_KERNELS.items() if name not in known]
+
+
+def _microseconds_by_name(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
+    times: dict[str, float] = defaultdict(float)
+    for name, milliseconds in kernels:
+        times[name] += 1e3 * milliseconds
+    return dict(times)

@@ -140,8 +140,11 @@ def test_lock_satisfies_pyproject():
 def test_only_the_parity_environment_pins_torch():
     holders = {str(path.relative_to(ROOT)) for path in tracked_files() if TORCH_PIN in (text_of(path) or "")}
     assert holders == {"tools/parity/requirements.txt"}
+    # The peer that one benchmark times is built on PyTorch; without it that module imports and says so.
+    beside_peer = ROOT / "pallas_kernels" / "bench_peers.py"
     for path in modules(PACKAGES):
-        assert not imported(ast.parse(path.read_text())) & {"torch", "transformers"}, path
+        foreign = {"transformers"} if path == beside_peer else {"torch", "transformers"}
+        assert not imported(ast.parse(path.read_text())) & foreign, path
 
 
 def test_ci_runs_tests_then_parity():
