@@ -3,14 +3,15 @@
     python -m pallas_kernels.bench_peers --out=docs/benchmarks/peers_beside_h200.json
 
 Needs a Hopper GPU, PyTorch and FlashMLA (https://github.com/deepseek-ai/FlashMLA), which are no dependencies of this
-package; JAX must leave them memory (``XLA_PYTHON_CLIENT_PREALLOCATE=false``). Both read the same rows from pools of one
-size, every call another layer, so that rows come from memory. The peer always reads full pages without distances; the
-kernels read the same table, the same pages with a distance every 8 pages, and part-full pages with distances.
+package; JAX must leave them memory (``XLA_PYTHON_CLIENT_PREALLOCATE=false``). Both read the same rows, every call
+another layer, so that they come from memory. The peer always reads full pages without distances; the kernels read the
+same table, the same pages with a distance every 8 pages, and part-full pages with distances.
 
-Every round times all cases, in the order opposite to the last; a ratio is taken within a round. Clocks:
+A round goes through all cases and back, so that a drifting clock meets all alike; a ratio is taken within a round.
+Plans, which layers share, are made before. Clocks:
 
-- ``host_clock``: programs of many calls until the device is done, gaps between kernels counted. Ours hold the loop
-  that chooses layers, about 2 us a call; the peer's are a recorded CUDA graph (``--one_by_one``: issued from Python).
+- ``host_clock``: programs of many calls until the device is done, gaps between kernels counted. Ours are one compiled
+  program in which nothing but the calls runs, the peer's a recorded CUDA graph.
 - ``device``: ours the sum of kernels (CUPTI) as in ``pallas_kernels.bench``; the peer's CUDA events around the calls,
   for its kernels overlap by programmatic launch and a sum would count twice.
 - ``kernel``: the attention kernel of each alone (CUPTI), without merging of splits.
@@ -22,7 +23,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -38,6 +39,7 @@ from pallas_kernels.bench import PATTERNS, Operands, Task
 from pallas_kernels.bench_page import SHAPE
 from pallas_kernels.compat import launched_microseconds
 from pallas_kernels.page_table import PageTable
+from pallas_kernels.rotated_latent_attention import hopper
 from pallas_kernels.rotated_latent_attention.arg_specs import DECODE, DISTANCE_STEP, ArgSpec, arguments
 
 MISSING = ""
@@ -48,6 +50,7 @@ except ImportError as error:
     MISSING = str(error)
 
 ROUNDS, PEER, TOLERANCE = 7, "peer", 5e-3
+INPUTS = ("q_latent", "q_rope", "latent_pages", "rope_pages")
 PROGRAMS = 3  # in flight at once for the host's clock
 Times = dict[str, dict[str, float]]  # microseconds a call, by clock and case
 
@@ -57,7 +60,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/peers_beside.json"))
     parser.add_argument("--only", default="", help="shapes in this order, comma-separated: heads_batch_length")
-    parser.add_argument("--one_by_one", action="store_true", help="the peer's calls from Python, not as a CUDA graph")
     options = parser.parse_args(argv)
     if MISSING:
         print(f"bench_peers needs PyTorch and FlashMLA, which cannot be imported here: {MISSING}", file=sys.stderr)
@@ -66,39 +68,60 @@ def main(argv: list[str] | None = None) -> int:
     names = options.only.split(",") if options.only else known
     tasks = [Task(known[name], "absorbed", True, PATTERNS) for name in names]
     with ThreadPoolExecutor(bench.COMPILING_THREADS) as pool:
-        programs = list(pool.map(bench.compiled, tasks))
+        programs = list(pool.map(compiled, tasks))
     about = bench.environment() | {
         "timer": "see pallas_kernels.bench_peers",
         "peer": f"flash_mla {importlib.metadata.version('flash_mla')}",
-        "peer_calls": "one by one" if options.one_by_one else "CUDA graph",
         "torch": torch.__version__,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for task, program in zip(tasks, programs, strict=True):
-        rows.append(timed_row(task, program, options.one_by_one))
+        rows.append(timed_row(task, program))
         print(json.dumps(rows[-1]), flush=True)
         options.out.write_text(json.dumps({"environment": about, "rows": rows}, indent=1) + "\n")
         torch.cuda.empty_cache()
     return 0
 
 
-def timed_row(task: Task, program: jax.stages.Compiled, one_by_one: bool) -> dict[str, Any]:
+def planned(task: Task, operands: Operands) -> hopper.Plan:
+    """What layers share: how queries and table are laid out."""
+    names = ("query_position", "query_offsets", "page_table", "rotary")
+    return hopper.plan(*(operands[name] for name in names), heads=task.spec.heads)
+
+
+def compiled(task: Task) -> jax.stages.Compiled:
+    """From a plan, inputs and every call's layer to all calls' results: unlike a loop's, no kernels of its own."""
+    attend = jax.jit(partial(hopper.attend, scale=float((bench.KEY_WIDTH + task.spec.rope_width) ** -0.5)))
+
+    def program(plan: hopper.Plan, inputs: Operands, layers: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
+        return [attend(plan, **inputs, layer=layer) for layer in layers]
+
+    operands = jax.eval_shape(lambda: bench.operands_of(task))
+    plan = jax.eval_shape(partial(planned, task), operands)
+    layers = [jax.ShapeDtypeStruct((), jnp.int32)] * task.calls
+    return jax.jit(program).lower(plan, {name: operands[name] for name in INPUTS}, layers).compile()
+
+
+def timed_row(task: Task, program: jax.stages.Compiled) -> dict[str, Any]:
     """One shape: both results compared, then all cases timed.
 
     Raises:
       ValueError: if the peer's output is not that of the kernels; times of something else are not worth having.
     """
-    counting = bench.counting_microseconds(task)  # Sets the profiler up before a graph is recorded.
     operands, tables = bench.operands_of(task), tables_of(task)
-    runs: dict[str, Callable[[], Any]] = {c: partial(program, operands | {"page_table": tables[c]}) for c in tables}
-    runs[PEER] = peer_of(task, operands, tables["none"], one_by_one)
-    expected = np.asarray(runs["none"]()[0], np.float32)
+    inputs = {name: operands[name] for name in INPUTS}
+    layers = [jnp.int32(index % task.layers) for index in range(task.calls)]
+    plan = jax.jit(partial(planned, task))
+    plans = {case: plan(operands | {"page_table": table}) for case, table in tables.items()}
+    runs: dict[str, Callable[[], Any]] = {case: partial(program, plans[case], inputs, layers) for case in plans}
+    runs[PEER] = peer_of(task, operands, tables["none"])
+    expected = np.asarray(runs["none"]()[-1][0], np.float32)
     actual = runs[PEER]()[:, 0].float().cpu().numpy()
     difference = float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
     if not difference <= TOLERANCE:
         raise ValueError(f"{task.spec.name}: outputs of the peer and of the kernels differ by {difference:.3g}")
-    return row_of(task.spec, list(timed_rounds(task, runs, counting))) | {"difference": float(f"{difference:.3g}")}
+    return row_of(task.spec, timed_rounds(task, runs)) | {"difference": float(f"{difference:.3g}")}
 
 
 def tables_of(task: Task) -> dict[str, PageTable]:
@@ -112,12 +135,12 @@ def tables_of(task: Task) -> dict[str, PageTable]:
     return {"every_8_pages": ragged, "full_every_8_pages": full, "none": plain}
 
 
-def peer_of(task: Task, operands: Operands, table: PageTable, one_by_one: bool) -> Callable[[], Any]:
+def peer_of(task: Task, operands: Operands, table: PageTable) -> Callable[[], Any]:
     """What issues the calls of a program on the same rows and pages and returns the last output ``[B, 1, H, C]``."""
     spec = task.spec
-    tensors = {name: torch.from_dlpack(operands[name]) for name in ("latent_pages", "rope_pages", "q_latent", "q_rope")}
-    rows = torch.cat([tensors["latent_pages"], tensors["rope_pages"]], -1)[..., None, :]
-    query = torch.cat([tensors["q_latent"], tensors["q_rope"]], -1)[:, None]
+    q_latent, q_rope, latent_pages, rope_pages = (torch.from_dlpack(operands[name]) for name in INPUTS)
+    rows = torch.cat([latent_pages, rope_pages], -1)[..., None, :]
+    query = torch.cat([q_latent, q_rope], -1)[:, None]
     pages = torch.from_dlpack(table.page_id)[:, : spec.kv_length // spec.page_size].contiguous()
     lengths = torch.full((spec.requests,), spec.kv_length, dtype=torch.int32, device=query.device)
     scale = float((bench.KEY_WIDTH + spec.rope_width) ** -0.5)
@@ -131,8 +154,6 @@ def peer_of(task: Task, operands: Operands, table: PageTable, one_by_one: bool) 
 
     issue()  # The first call makes the plan, which is left out here as it is for the kernels.
     torch.cuda.synchronize()
-    if one_by_one:
-        return issue
     graph = torch.cuda.CUDAGraph()
     # Threads of JAX may ask for their own events meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
@@ -140,39 +161,38 @@ def peer_of(task: Task, operands: Operands, table: PageTable, one_by_one: bool) 
     return lambda: graph.replay() or out
 
 
-def timed_rounds(task: Task, runs: dict[str, Callable[[], Any]], counting: float) -> Iterator[Times]:
-    """Times of every case by every clock, round for round; the first round warms up and is left out."""
-    for turn in range(ROUNDS + 1):
-        order = list(runs) if turn % 2 else list(runs)[::-1]
-        times: Times = {"host_clock": {}, "device": {}, "kernel": {}}
-        for case in order:
-            times["host_clock"][case] = host_microseconds(runs[case]) / task.calls
-        for case in order:
-            kernels = launched_microseconds(partial(_done, runs[case]))
-            total = event_microseconds(runs[case]) if case == PEER else sum(kernels.values()) - task.calls * counting
-            times["device"][case] = total / task.calls
-            times["kernel"][case] = max(kernels.values(), default=float("nan")) / task.calls
-        if turn:
-            yield times
+def timed_rounds(task: Task, runs: dict[str, Callable[[], Any]]) -> list[Times]:
+    """Times of every case by every clock, round for round; a round that warms up is left out."""
+    rounds: list[Times] = [{} for _ in range(ROUNDS + 1)]
+    for clocks in (host_clock, device_clocks):
+        for times in rounds:
+            for case in (*runs, *reversed(runs)):
+                for clock, microseconds in clocks(case, runs[case]).items():
+                    times.setdefault(clock, dict.fromkeys(runs, 0.0))[case] += microseconds / 2 / task.calls
+    return rounds[1:]
 
 
-def host_microseconds(run: Callable[[], Any]) -> float:
+def host_clock(case: str, run: Callable[[], Any]) -> dict[str, float]:
     """A program's time on the host's clock, with others behind it."""
     _done(run)
     start = time.perf_counter()
     _done(lambda: [run() for _ in range(PROGRAMS)])
-    return 1e6 * (time.perf_counter() - start) / PROGRAMS
+    return {"host_clock": 1e6 * (time.perf_counter() - start) / PROGRAMS}
 
 
-def event_microseconds(run: Callable[[], Any]) -> float:
-    """A program's time between two CUDA events."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    run()  # Still on the device when the others are issued, so that none waits for the host.
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end)
+def device_clocks(case: str, run: Callable[[], Any]) -> dict[str, float]:
+    """A program's time on the device, and that of its attention kernels alone."""
+    kernels = launched_microseconds(partial(_done, run))
+    total = sum(kernels.values())
+    if case == PEER:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()  # Still on the device when the others are issued, so that none waits for the host.
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        total = 1e3 * start.elapsed_time(end)
+    return {"device": total, "kernel": max(kernels.values())}
 
 
 def row_of(spec: ArgSpec, rounds: list[Times]) -> dict[str, Any]:
