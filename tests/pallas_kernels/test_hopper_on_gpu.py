@@ -131,7 +131,8 @@ def test_of_a_page_only_the_rows_that_are_seen_matter(heads, tokens, hidden):
     out, lse = attend(problem, splits=1)
     assert np.linalg.norm(out - expected) < 2.5e-3 * np.linalg.norm(expected)
     seen = np.isfinite(total)  # tokens ahead of a range see nothing
-    assert np.array_equal(seen, np.isfinite(lse)) and seen.all() == (tokens == 1)
+    assert np.array_equal(seen, np.isfinite(lse))
+    assert seen.all() == (tokens == 1)
     assert_close(lse[seen], total[seen], **TestHopper.log_sum_exp_tolerance)
 
 
