@@ -50,6 +50,7 @@ except ImportError as error:
     MISSING = str(error)
 
 ROUNDS, PEER, TOLERANCE = 7, "peer", 5e-3
+PLANNED = ("query_position", "query_offsets", "page_table", "rotary")
 INPUTS = ("q_latent", "q_rope", "latent_pages", "rope_pages")
 PROGRAMS = 3  # in flight at once for the host's clock
 Times = dict[str, dict[str, float]]  # microseconds a call, by clock and case
@@ -67,13 +68,11 @@ def main(argv: list[str] | None = None) -> int:
     known = {f"{spec.heads}_{spec.requests}_{spec.kv_length}": spec for spec in DECODE}
     names = options.only.split(",") if options.only else known
     tasks = [Task(known[name], "absorbed", True, PATTERNS) for name in names]
+    launched_microseconds(lambda: None)  # Sets the profiler up before a graph is recorded.
     with ThreadPoolExecutor(bench.COMPILING_THREADS) as pool:
         programs = list(pool.map(compiled, tasks))
-    about = bench.environment() | {
-        "timer": "see pallas_kernels.bench_peers",
-        "peer": f"flash_mla {importlib.metadata.version('flash_mla')}",
-        "torch": torch.__version__,
-    }
+    about = bench.environment() | {"timer": "see pallas_kernels.bench_peers", "torch": torch.__version__}
+    about["peer"] = f"flash_mla {importlib.metadata.version('flash_mla')}"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for task, program in zip(tasks, programs, strict=True):
@@ -86,29 +85,21 @@ def main(argv: list[str] | None = None) -> int:
 
 def planned(task: Task, operands: Operands) -> hopper.Plan:
     """What layers share: how queries and table are laid out."""
-    names = ("query_position", "query_offsets", "page_table", "rotary")
-    return hopper.plan(*(operands[name] for name in names), heads=task.spec.heads)
+    return hopper.plan(*(operands[name] for name in PLANNED), heads=task.spec.heads)
 
 
 def compiled(task: Task) -> jax.stages.Compiled:
     """From a plan, inputs and every call's layer to all calls' results: unlike a loop's, no kernels of its own."""
     attend = jax.jit(partial(hopper.attend, scale=float((bench.KEY_WIDTH + task.spec.rope_width) ** -0.5)))
-
-    def program(plan: hopper.Plan, inputs: Operands, layers: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-        return [attend(plan, **inputs, layer=layer) for layer in layers]
-
     operands = jax.eval_shape(lambda: bench.operands_of(task))
     plan = jax.eval_shape(partial(planned, task), operands)
     layers = [jax.ShapeDtypeStruct((), jnp.int32)] * task.calls
-    return jax.jit(program).lower(plan, {name: operands[name] for name in INPUTS}, layers).compile()
+    program = jax.jit(lambda plan, inputs, layers: [attend(plan, **inputs, layer=layer) for layer in layers])
+    return program.lower(plan, {name: operands[name] for name in INPUTS}, layers).compile()
 
 
 def timed_row(task: Task, program: jax.stages.Compiled) -> dict[str, Any]:
-    """One shape: both results compared, then all cases timed.
-
-    Raises:
-      ValueError: if the peer's output is not that of the kernels; times of something else are not worth having.
-    """
+    """One shape: both results compared (ValueError where they differ), then all cases timed."""
     operands, tables = bench.operands_of(task), tables_of(task)
     inputs = {name: operands[name] for name in INPUTS}
     layers = [jnp.int32(index % task.layers) for index in range(task.calls)]
@@ -126,10 +117,8 @@ def timed_row(task: Task, program: jax.stages.Compiled) -> dict[str, Any]:
 
 def tables_of(task: Task) -> dict[str, PageTable]:
     """Part-full pages with distances, full pages with as many distances, and full pages without, as the peer reads."""
-    ragged, plain = (
-        arguments(replace(task.spec, delta_pattern=pattern), layers=1, capacity=task.capacity)["page_table"]
-        for pattern in PATTERNS[:2]
-    )
+    specs = (replace(task.spec, delta_pattern=pattern) for pattern in PATTERNS[:2])
+    ragged, plain = (arguments(spec, layers=1, capacity=task.capacity)["page_table"] for spec in specs)
     distances = 1 + DISTANCE_STEP * (jnp.arange(plain.page_id.shape[1], dtype=jnp.int32) // 8)[None]
     full = plain.replace(base_position=plain.target_position + distances)
     return {"every_8_pages": ragged, "full_every_8_pages": full, "none": plain}
@@ -155,8 +144,7 @@ def peer_of(task: Task, operands: Operands, table: PageTable) -> Callable[[], An
     issue()  # The first call makes the plan, which is left out here as it is for the kernels.
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Threads of JAX may ask for their own events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):  # threads of JAX may ask for events meanwhile
         out = issue()
     return partial(_replayed, graph, out, (rows, query, pages, lengths, plan))
 
