@@ -114,18 +114,21 @@ def pairs_table(pairs: dict[str, Any]) -> list[str]:
 
 
 def beside_table(beside: dict[str, Any]) -> list[str]:
-    """The peer in the same process, calls in turns, by the host's clock and on the device; see ``bench_peers``."""
+    """A peer in the same process, calls in turns: times and ratios on the device, ratios by the host's clock."""
     lines = [
-        f"| H, B, T, L (beside {beside['environment']['peer']}) | peer, us: host's clock, device | ours, full pages "
-        "| peer / ours, full pages | full pages, distances | part-full pages, distances |",
-        "|---|---|---|---|---|---|",
+        f"| H, B, T, L | {beside['environment']['peer']}, full pages, us | ours, us: full pages, with distances, "
+        "part-full with distances | peer / ours on the device, in the same order | by the host's clock |",
+        "|---|---|---|---|---|",
     ]
+    cases = ("none", "full_every_8_pages", "every_8_pages")
     for shape, (row,) in by_shape(beside).items():
-        clocks = [row["host_clock"], row["device"]]
-        cells = [", ".join(f"{clock['microseconds'][case]:.1f}" for clock in clocks) for case in ("peer", "none")]
-        for case in ("none", "full_every_8_pages", "every_8_pages"):
-            cells.append(", ".join(f"{clock['peer_over_ours'][case]:.2f}" for clock in clocks))
-        lines.append(f"| {_name(shape)} | {' | '.join(cells)} |")
+        times = row["device"]["microseconds"]
+        ratios = (
+            ", ".join(f"{row[clock]['peer_over_ours'][case]:.2f}" for case in cases) if clock in row else "-"
+            for clock in ("device", "host_clock")
+        )
+        ours = ", ".join(f"{times[case]:.1f}" for case in cases)
+        lines.append(f"| {_name(shape)} | {times['peer']:.1f} | {ours} | {' | '.join(ratios)} |")
     return lines
 
 

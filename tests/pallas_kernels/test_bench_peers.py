@@ -30,8 +30,13 @@ def test_a_ratio_is_the_median_of_ratios_within_rounds():
         "range": {"every_8_pages": [0.5, 1.0], "full_every_8_pages": [0.5, 0.8333], "none": [0.5, 0.9091]},
     }
     assert row["device"]["peer_over_ours"] == dict.fromkeys(CASES[:-1], 1.0)
-    table = bench_page.beside_table({"environment": {"peer": "flash_mla 1"}, "rows": [row]})
-    assert table[-1] == "| 64, 3, 1, 70 | 44.0, 2.0 | 55.0, 2.0 | 0.80, 1.00 | 0.73, 1.00 | 0.88, 1.00 |"
+    row["device"] = bench_peers.row_of(ArgSpec(64, 3, 1, 70), [{"device": rounds[0]["host_clock"]}])["device"]
+    alone = {name: value for name, value in row.items() if name != "host_clock"} | {"batch": 5}
+    table = bench_page.beside_table({"environment": {"peer": "flash_mla 1"}, "rows": [row, alone]})
+    assert table[-2:] == [
+        "| 64, 3, 1, 70 | 100.0 | 110.0, 120.0, 100.0 | 0.91, 0.83, 1.00 | 0.80, 0.73, 0.88 |",
+        "| 64, 5, 1, 70 | 100.0 | 110.0, 120.0, 100.0 | 0.91, 0.83, 1.00 | - |",
+    ]
 
 
 def test_full_pages_have_as_many_distances_and_every_row():
