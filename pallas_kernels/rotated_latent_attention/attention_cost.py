@@ -17,7 +17,7 @@ absorbed kernel over that of ``expanded_hopper.py`` end to end in parts of 16,38
     heads    16     16     16     16     128    128
     queries  128    128    1024   1024   128    1024
     rows     8320   32896  9216   33792  8320   33792
-    measured 0.30   0.28   1.7    2.0    0.75   2.3
+    measured 0.27   0.26   1.6    1.9    0.69   2.2
     counted  0.82   0.81   2.5    2.4    0.82   2.4
 
 There the expanded form needs 128 queries times heads in plenty: 16 heads of 128 queries occupy 16 of 132 processors.
