@@ -58,6 +58,9 @@ REPEATS = 7
 PROGRAM_SECONDS = 0.01
 COMPILING_THREADS = 12
 KEY_WIDTH = VALUE_WIDTH = 128
+# Operands of a call of the absorbed kernels, and those of what layers share.
+INPUTS = ("q_latent", "q_rope", "latent_pages", "rope_pages")
+PLANNED = ("query_position", "query_offsets", "page_table", "rotary")
 MATMUL_SIZE = 8192
 
 Operands = dict[str, Any]
@@ -180,7 +183,7 @@ def operands_of(task: Task) -> Operands:
 
 def attention(task: Task) -> Attend:
     """What the task calls: the Hopper kernels where programs are compiled for them, else what the API chooses."""
-    scale = float((KEY_WIDTH + task.spec.rope_width) ** -0.5)
+    scale = scale_of(task.spec)
     if task.form == "expanded":
         implementation: api.Implementation | None = "mosaic_gpu" if api.hopper_available() else None
         settings: dict[str, Any] = {"scale": scale, "storage": task.storage, "implementation": implementation}
@@ -190,13 +193,31 @@ def attention(task: Task) -> Attend:
         attend = partial(api.rotated_latent_attention, scale=scale, storage=task.storage)
         return lambda operands: lambda layer: attend(**operands | {"layer": layer})
 
-    def planned(operands: Operands) -> Callable[[jax.Array], Any]:
-        names = ("query_position", "query_offsets", "page_table", "rotary")
-        plan = hopper.plan(*(operands[name] for name in names), heads=task.spec.heads)
-        inputs = {name: operands[name] for name in ("q_latent", "q_rope", "latent_pages", "rope_pages")}
+    def by_plan(operands: Operands) -> Callable[[jax.Array], Any]:
+        plan, inputs = planned(task, operands), {name: operands[name] for name in INPUTS}
         return lambda layer: hopper.attend(plan, **inputs, layer=layer, scale=scale, rotate=task.rotation)
 
-    return planned
+    return by_plan
+
+
+def planned(task: Task, operands: Operands) -> hopper.Plan:
+    """What layers share: how queries and table are laid out."""
+    return hopper.plan(*(operands[name] for name in PLANNED), heads=task.spec.heads)
+
+
+def scale_of(spec: ArgSpec) -> float:
+    """Of the logits, as DeepSeek's models have it."""
+    return float((KEY_WIDTH + spec.rope_width) ** -0.5)
+
+
+def shape_of(spec: ArgSpec) -> dict[str, int]:
+    """As rows of results name it."""
+    return {
+        "heads": spec.heads,
+        "batch": spec.requests,
+        "query_tokens": spec.query_tokens,
+        "kv_length": spec.kv_length,
+    }
 
 
 def compiled(task: Task) -> jax.stages.Compiled:
@@ -252,10 +273,7 @@ def timed_rows(group: list[tuple[Task, jax.stages.Compiled]], repeats: int) -> I
             error = errors(task, operands, out, lse, frequencies(spec))
         yield {
             "form": task.form,
-            "heads": spec.heads,
-            "batch": spec.requests,
-            "query_tokens": spec.query_tokens,
-            "kv_length": spec.kv_length,
+            **shape_of(spec),
             "rotation": task.rotation,
             "delta_pattern": spec.delta_pattern,
             "storage": task.storage,

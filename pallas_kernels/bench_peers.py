@@ -37,8 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import bench
-from pallas_kernels.bench import PATTERNS, Operands, Task
-from pallas_kernels.bench_page import SHAPE
+from pallas_kernels.bench import INPUTS, PATTERNS, Operands, Task, planned, scale_of, shape_of
 from pallas_kernels.compat import launched_microseconds
 from pallas_kernels.page_table import PageTable
 from pallas_kernels.rotated_latent_attention import hopper
@@ -52,8 +51,6 @@ except ImportError as error:
     MISSING = str(error)
 
 ROUNDS, PEER, TOLERANCE = 7, "peer", 5e-3
-PLANNED = ("query_position", "query_offsets", "page_table", "rotary")
-INPUTS = ("q_latent", "q_rope", "latent_pages", "rope_pages")
 PROGRAMS = 3  # in flight at once for the host's clock
 Times = dict[str, dict[str, float]]  # microseconds a call, by clock and case
 
@@ -85,14 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def planned(task: Task, operands: Operands) -> hopper.Plan:
-    """What layers share: how queries and table are laid out."""
-    return hopper.plan(*(operands[name] for name in PLANNED), heads=task.spec.heads)
-
-
 def compiled(task: Task) -> jax.stages.Compiled:
     """From a plan, inputs and every call's layer to all calls' results: unlike a loop's, no kernels of its own."""
-    attend = jax.jit(partial(hopper.attend, scale=float((bench.KEY_WIDTH + task.spec.rope_width) ** -0.5)))
+    attend = jax.jit(partial(hopper.attend, scale=scale_of(task.spec)))
     operands = jax.eval_shape(lambda: bench.operands_of(task))
     plan = jax.eval_shape(partial(planned, task), operands)
     layers = [jax.ShapeDtypeStruct((), jnp.int32)] * task.calls
@@ -134,7 +126,7 @@ def peer_of(task: Task, operands: Operands, table: PageTable) -> Callable[[], An
     query = torch.cat([q_latent, q_rope], -1)[:, None]
     pages = torch.from_dlpack(table.page_id)[:, : spec.kv_length // spec.page_size].contiguous()
     lengths = torch.full((spec.requests,), spec.kv_length, dtype=torch.int32, device=query.device)
-    scale = float((bench.KEY_WIDTH + spec.rope_width) ** -0.5)
+    scale = scale_of(spec)
     plan, _ = get_mla_metadata()
 
     def issue() -> Any:
@@ -187,8 +179,7 @@ def device_clocks(case: str, run: Callable[[], Any]) -> dict[str, float]:
 
 def row_of(spec: ArgSpec, rounds: list[Times]) -> dict[str, Any]:
     """By each clock: medians of microseconds, and of what the peer takes over each case in a round, with its range."""
-    shape = (spec.heads, spec.requests, spec.query_tokens, spec.kv_length)
-    row: dict[str, Any] = {**dict(zip(SHAPE, shape, strict=True)), "peer": "FlashMLA", "rounds": len(rounds)}
+    row: dict[str, Any] = {**shape_of(spec), "peer": "FlashMLA", "rounds": len(rounds)}
     for clock, cases in rounds[0].items():
         ratios = {case: [times[clock][PEER] / times[clock][case] for times in rounds] for case in cases if case != PEER}
         row[clock] = {

@@ -27,6 +27,7 @@ from pallas_kernels.bench import (
     counting_microseconds,
     environment,
     operands_of,
+    shape_of,
 )
 from pallas_kernels.compat import kernel_microseconds
 from pallas_kernels.rotated_latent_attention.arg_specs import DECODE, EXTEND, ArgSpec, arguments
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/rotation_in_pairs.json"))
     out = parser.parse_args(argv).out
-    specs = [spec for spec in DECODE + EXTEND if _shape(spec) in SHAPES]
+    specs = [spec for spec in DECODE + EXTEND if tuple(shape_of(spec).values()) in SHAPES]
     tasks = [[Task(spec, "absorbed", rotation, PATTERNS) for rotation in (True, False)] for spec in specs]
     with ThreadPoolExecutor(COMPILING_THREADS) as pool:
         waiting = [[pool.submit(compiled, task) for task in pair] for pair in tasks]
@@ -88,17 +89,13 @@ def row_of(spec: ArgSpec, rounds: list[dict[str, float]]) -> dict[str, Any]:
     }
     turning = costs["every_8_pages"]
     return {
-        **dict(zip(("heads", "batch", "query_tokens", "kv_length"), _shape(spec), strict=True)),
+        **shape_of(spec),
         "rounds": len(rounds),
         "microseconds": {name: round(statistics.median(times[name] for times in rounds), 2) for name in rounds[0]},
         "cost": round(statistics.median(turning), 4),
         "cost_range": [round(min(turning), 4), round(max(turning), 4)],
         "cost_without_distances": round(statistics.median(costs["none"]), 4),
     }
-
-
-def _shape(spec: ArgSpec) -> tuple[int, int, int, int]:
-    return spec.heads, spec.requests, spec.query_tokens, spec.kv_length
 
 
 if __name__ == "__main__":
