@@ -27,6 +27,7 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     PAGE_ROWS,
     ROPE_WIDTH,
     Schedule,
+    copied_rows,
     copy_start,
 )
 from pallas_kernels.rotated_latent_attention.hopper_tensor_core import (
@@ -173,12 +174,12 @@ def _body(
 
     def clear_unseen(start, begin, end):
         """Zeroes copied rows nobody sees: a weight of 0 does not silence a NaN."""
-        copied = jnp.maximum(-start, 0), jnp.minimum(PAGE_ROWS - start, PAGE_ROWS)
+        low, high = copied_rows(start)
 
-        @pl.when((begin > copied[0]) | (end < copied[1]))
+        @pl.when((begin > low) | (end < high))
         def _clear():
             for index in range(PARTS):
-                zero_rows(latent.at[me, index], begin, end, interpret, copied)
+                zero_rows(latent.at[me, index], begin, end, interpret, (low, high))
 
     def one_page(pair, state):
         out, maximum, total, previous, mine = state

@@ -50,6 +50,9 @@ from pallas_kernels.rotated_latent_attention.tiles import TILE_ROWS
 
 # Rows whose weights are added up together when masses are asked for; see ``attention_reach``.
 GROUP_ROWS = 16
+_FIELDS = (
+    "request", "position", "first", "last", "bounds", "page", "begin", "end", "origin", "delta", "factors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,13 +134,14 @@ def attend_tiles(
         ),
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
     )
-    out, lse, mass = kernel(*jax.tree.leaves(schedule), q_latent, q_rope, latent_pages, rope_pages, layer)
+    inputs = (getattr(schedule, name) for name in _FIELDS)
+    out, lse, mass = kernel(*inputs, q_latent, q_rope, latent_pages, rope_pages, layer)
     return out, lse, mass if masses else None
 
 
 def _body(
     request_ref, position_ref, first_ref, last_ref, bounds_ref, page_ref, begin_ref, end_ref, origin_ref, delta_ref,
-    factors_ref, _records_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
+    factors_ref, q_latent_ref, q_rope_ref, latent_ref, rope_ref, layer_ref, out_ref, lse_ref, mass_ref,
     *, scale, interleaved, rotate, interpret, masses, options, query, query_rope, latent, rope, exchange, factors,
     query_loaded, factors_loaded, latent_loaded, rope_loaded, bounded, published, summed,
 ):  # fmt: skip

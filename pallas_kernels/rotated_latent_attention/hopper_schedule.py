@@ -30,8 +30,7 @@ _END, _START, _TURNS, _TURNS_BEHIND, _PARTLY = 8, 16, 21, 22, 23
 
 @struct.dataclass
 class Schedule:
-    """Fields of tiles (``W``) and of table entries (``B S``), in the order in which kernels that read all take them.
-    Padding entries are empty, on page 0.
+    """Fields of tiles (``W``) and of table entries (``B S``); padding entries are empty, on page 0.
 
     ``first`` and ``last`` are the least and the greatest position in a tile, ``bounds`` those of ``split_pairs``.
     ``origin`` is the position that row 0 of the page would have; ``factors`` are the cosines and then the sines of the
@@ -112,6 +111,11 @@ def copy_start(begin: Int[Array, "*entries"], end: Int[Array, "*entries"]) -> In
     end = jnp.where(end > begin, end, 0)
     ahead, behind = begin & ~7, PAGE_ROWS - ((end + 7) & ~7)
     return jnp.where(ahead > behind, ahead, -behind)
+
+
+def copied_rows(start: Int[Array, "*entries"]) -> tuple[Int[Array, "*entries"], Int[Array, "*entries"]]:
+    """Of a copy that begins at this row of its page: its first row that is one of the page, and the first behind."""
+    return jnp.maximum(-start, 0), jnp.minimum(PAGE_ROWS - start, PAGE_ROWS)
 
 
 def copied_from(word: Int[Array, "*entries"], whole: bool) -> Int[Array, "*entries"]:

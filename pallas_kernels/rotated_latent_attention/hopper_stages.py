@@ -35,6 +35,7 @@ from pallas_kernels.rotated_latent_attention.hopper_schedule import (
     WORD,
     Schedule,
     copied_from,
+    copied_rows,
     partly_seen,
     seen_rows,
     turns,
@@ -250,17 +251,17 @@ def _body(
     def add_values(side):
         last, mine = last_ref[tile], pl.ds(side * half, half)
 
-        def copied_rows(word):
+        def rows_of_copy(word):
             return pl.ds(copied_from(word, interpret), PAGE_ROWS)
 
         def load(entry, id_, word):
             page = stage(entry)
-            source = latent_ref.at[layer, id_, copied_rows(word), mine]
+            source = latent_ref.at[layer, id_, rows_of_copy(word), mine]
             plgpu.copy_gmem_to_smem(source, latent.at[page, side], latent_loaded.at[2 * page + side])
 
         def load_rope(entry, id_, word):
             slot = turn(entry)
-            source = rope_ref.at[layer, id_, copied_rows(word)]
+            source = rope_ref.at[layer, id_, rows_of_copy(word)]
             plgpu.copy_gmem_to_smem(source, rope.at[slot], rope_loaded.at[slot])
 
         def clear_unseen(entry):
@@ -268,8 +269,7 @@ def _body(
             page, (word, origin) = stage(entry), fields(entry, WORD, ORIGIN)
             begin, end, origin = seen_rows(word, origin, interpret)
             end = jnp.minimum(end, last + 1 - origin)
-            above = -copied_from(word, interpret)
-            low, high = jnp.maximum(above, 0), jnp.minimum(PAGE_ROWS + above, PAGE_ROWS)
+            low, high = copied_rows(copied_from(word, interpret))
             plgpu.barrier_wait(latent_loaded.at[2 * page + side])
 
             @pl.when((begin > low) | (end < high))
